@@ -147,7 +147,7 @@ class Training(ranks.Measurable):
         synchronizer, plan = self.optimizer._synchronizer, self.optimizer.plan
         facts = {name: fact for name, (fact, _) in synchronizer.facts.items()}
         chosen = self._sparsifier.recipe.sparsifier
-        workload, cost = profile.step(list(facts.values()), chosen, hvd.size())
+        workload, cost = profile.workload_and_cost(list(facts.values()), chosen, hvd.size())
         timeline = predict(workload, plan, cost)
         predicted = timeline.iteration_seconds
         return {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.cli.launch import FRAMEWORKS, RankConnection, start
+from horovod_sparse.cli.launch import FRAMEWORKS, RankConnection, connect_ranks
 from horovod_sparse.cli.main import count, time
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback.recipe import parse_arguments, parse_recipe
@@ -45,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the cluster on all ranks; rank 0 prints the profile and writes it."""
+    """Measures the cluster on all ranks; rank 0 prints and writes the profile. Returns the exit code."""
     sparsifiers, extent = _parse_options(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
-    launch = start(options.framework)
+    launch = connect_ranks(options.framework)
     try:
         profile = _measure(options, launch, sparsifiers, extent)
     finally:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _parse_options(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
-    """Returns the sparsifiers and sizes to measure; raises on wrong options, before ranks are connected."""
+    """Returns the sparsifiers and sizes to measure; raises on wrong options before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
     texts = list(ALGORITHMS) if texts == ["all"] else texts
     sparsifiers = [_parsed_sparsifier(text, options.density) for text in texts]

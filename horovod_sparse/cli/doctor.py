@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from horovod_sparse.cli.launch import FRAMEWORKS, bindings, launcher, start, usable_framework
+from horovod_sparse.cli.launch import FRAMEWORKS, bindings, connect_ranks, launcher, usable_framework
 from horovod_sparse.collectives import gather_values
 from horovod_sparse.errors import HorovodMissingError
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE
@@ -37,7 +37,7 @@ _LEVELS = ("problem", "advice", "good")
 
 
 class Finding(NamedTuple):
-    """A result of `doctor`: its level ("problem", "advice" or "good"), and what the user can do about it."""
+    """A result of `doctor`: its level ("problem", "advice" or "good"), and what the user can do."""
 
     level: str
     topic: str
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     everyone = [facts]
     try:
         if facts["launcher"]:
-            launch = start(options.framework)
+            launch = connect_ranks(options.framework)
             try:
                 facts |= {"size": launch.placement.size, "controller": launch.controller}
                 if launch.framework == "torch":
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def local_facts() -> dict[str, Any]:
-    """Returns facts about this process, as plain values; those that need other ranks have defaults."""
+    """Returns facts about this process by name, as plain values; `run` adds those about the launch."""
     # an installation that was broken off leaves a folder without a name
     found = [one for one in importlib.metadata.distributions() if one.name]
     versions = {one.name.lower().replace("_", "-"): one.version for one in found}
@@ -196,7 +196,7 @@ def _examine_hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _list_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """Yields what differs between ranks, as `HOROVOD_CYCLE_TIME: 0.1 on rank 0; unset on rank 1, 2`."""
+    """Yields findings about facts that differ between ranks, with the ranks that have each value."""
     names = ("python", "controller", "kernels", "threads")
     values = {name: [str(facts[name]) for facts in everyone] for name in names}
     values["cores"] = [str(len(facts["cores"])) for facts in everyone]

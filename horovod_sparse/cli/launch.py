@@ -1,4 +1,4 @@
-"""The ranks of a launch by Horovod or by torchrun, which run coroutines together."""
+"""Connects the ranks that Horovod or torchrun has launched, to run coroutines on all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launcher() -> str:
 
 
 def rank_prefix() -> str:
-    """Returns the text before an error line that names this rank, or "" without a launcher."""
+    """Returns "rank R: " for the beginning of an error line, or "" without a launcher."""
     names = (*_OF_HOROVOD, "RANK") if launcher() else ()
     return next((f"rank {os.environ[name]}: " for name in names if name in os.environ), "")
 
@@ -41,11 +41,11 @@ def bindings() -> dict[str, bool]:
 
 
 def usable_framework(asked: str | None = None) -> str:
-    """Returns the requested framework, or the first for which Horovod was built."""
+    """Returns the framework `asked` for, or by default the first for which Horovod was built."""
     built = bindings()
     usable = [name for name in FRAMEWORKS if built[name] and importlib.util.find_spec(name) is not None]
     if asked is None and not usable:
-        raise HorovodMissingError.explained("there is no Horovod that was built for an installed framework")
+        raise HorovodMissingError.explained("Horovod was built for no installed framework")
     return asked or usable[0]
 
 
@@ -68,8 +68,8 @@ class RankConnection:
         return ClusterFacts(self.placement.rank, self.placement.size, *facts)
 
 
-def start(framework: str | None) -> RankConnection:
-    """Connects the launched ranks: over torch.distributed under torchrun, else over Horovod."""
+def connect_ranks(framework: str | None) -> RankConnection:
+    """Connects this process to the launched ranks: by torch.distributed under torchrun, else by Horovod."""
     if launcher() != "torchrun":
         return _connect_horovod(usable_framework(framework))
     if framework == "tensorflow":

@@ -25,7 +25,7 @@ SUBCOMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints one line about a wrong argument, and where help is, instead of argparse's whole usage."""
+    """Prints one line about a wrong argument and one about --help, instead of argparse's whole usage."""
 
     def error(self, message: str) -> NoReturn:
         _print_failure(self.prog, message)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_failure(command: str, reason: str) -> int:
-    """Prints why a command failed, with this rank under a launcher, and returns the exit code."""
+    """Prints why a command failed, with the rank if it was launched, and returns the exit code 2."""
     from horovod_sparse.cli.launch import rank_prefix  # which help does without
 
     print(f"{rank_prefix()}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)

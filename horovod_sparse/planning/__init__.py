@@ -28,7 +28,7 @@ def plan_request(
     groups: Any = None,
     bucket_bytes: int | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
-    """Returns the request for a plan, or the given plan; raises on arguments that contradict each other.
+    """Returns the `PlanRequest` of an optimizer's arguments, or the given plan; raises if these contradict.
 
     `bucket_bytes` means ``merging=fixed(bytes=...)``, and a `Plan` as `merging` means `plan`.
     """
@@ -84,10 +84,10 @@ def first_plan(
     try:
         if request.failure is not None:
             raise request.failure
-        if request.measures:
-            decision = request.decided(cluster(), parameters, sparsifier)
+        if request.needs_times:
+            decision = request.decide(cluster(), parameters, sparsifier)
             return FirstPlan(decision.plan, request, decision)
-        made = request.first_plan(parameters)
+        made = request.plan_without_times(parameters)
         made.check(parameters)
         return FirstPlan(made, request)
     except Exception as failure:  # a rule of the user's may fail on one rank alone
@@ -95,5 +95,5 @@ def first_plan(
 
 
 def described_request(request: PlanRequest | None) -> dict[str, str]:
-    """Returns a description of how plans are made, which has to be equal on all ranks."""
+    """Returns a description of how plans are made, which ranks compare."""
     return {"plan": "the default"} if request is None else request.describe()

@@ -14,7 +14,7 @@ from horovod_sparse.planning.profile import Profile
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Seconds of backward by parameter, each since the gradient before, as medians over steps."""
+    """Medians over steps of each parameter's seconds of backward: from the gradient before it to its own."""
 
     #: by parameter, in the order in which gradients came; 0 for those that never came
     backward_seconds: Mapping[str, float]
@@ -25,7 +25,7 @@ class BackwardTimes:
 
 
 class BackwardRecorder:
-    """Collects time stamps of gradients in a few steps, and computes medians of the seconds between.
+    """Collects time stamps of gradients in a few steps, and computes medians of the seconds between them.
 
     A stamp is a number of seconds, or an event of a device; `between` returns the seconds between two. The
     first `num_warmup` steps do not count.
@@ -46,11 +46,11 @@ class BackwardRecorder:
         self._before, self._stamps = stamp, []
 
     def arrived(self, name: str, stamp: Any) -> None:
-        """Called when a gradient is complete, with a time stamp."""
+        """Notes a gradient's time stamp; called when it is complete."""
         self._stamps.append((name, stamp))
 
     def end(self) -> None:
-        """Called after a step's last gradient: stores the times between its stamps."""
+        """Ends a step after its last gradient: stores the seconds between its stamps."""
         before, stamps = self._before, self._stamps
         if not stamps:
             return
@@ -91,7 +91,7 @@ class BackwardRecorder:
 
 
 def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
-    """Returns the times of a step over all ranks, the same on every rank.
+    """Returns the means over ranks of what each has measured in a step, the same on every rank.
 
     Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
     of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
@@ -114,7 +114,7 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
 
 
 def with_times(profile: Profile, times: BackwardTimes | None) -> Synchronization[Profile]:
-    """Returns a profile with the `mean_times` of all ranks, in the model's order."""
+    """Returns a copy of a profile with the `mean_times` of all ranks, in the model's order."""
     measured = yield from mean_times(times)
     backward = dict(reversed(list(measured.backward_seconds.items())))
     return replace(profile, backward_seconds=backward, forward_seconds=measured.forward_seconds)

@@ -73,7 +73,7 @@ class Stopwatch:
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def align_ranks(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
-        """Waits until all ranks are here, and for a random part of Horovod's cycle, before a measurement."""
+        """Waits for all ranks, and for a random part of Horovod's cycle; called before each measurement."""
         if self.where.size > 1:
             if collectives.AllReduce not in measured:
                 yield collectives.AllReduce(np.zeros(1, np.float32))
@@ -83,7 +83,7 @@ class Stopwatch:
                 yield collectives.AllGather(np.zeros(1, np.int32))
             self.sleep(float(self.generator.random()) * self.where.cycle_seconds)
 
-    def shared(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
+    def reduce(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
         """Returns the means (or maxima) over ranks of these seconds, equal on all ranks."""
         own = np.array(seconds, np.float64)
         if self.where.size == 1:
@@ -102,7 +102,7 @@ def measure_repeatedly(
     skip: int = 1,
     slowest: bool = True,
 ) -> Synchronization[list[list[float]]]:
-    """Runs a coroutine several times, and returns for each run its seconds, combined over ranks."""
+    """Runs `once` several times on all ranks; returns each run's seconds: the slowest rank's, or means."""
     own: list[float] = []
     for number in range(skip + watch.repetitions):
         before()
@@ -110,7 +110,7 @@ def measure_repeatedly(
         seconds = yield from once()
         if number >= skip:
             own += seconds
-    found: list[list[float]] = (yield from watch.shared(own, slowest)).reshape(watch.repetitions, -1).tolist()
+    found: list[list[float]] = (yield from watch.reduce(own, slowest)).reshape(watch.repetitions, -1).tolist()
     return found
 
 
@@ -120,7 +120,7 @@ def measure_by_size(
     sizes: Sequence[int],
     budget_seconds: float,
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Measures at ascending sizes until the time budget is spent; returns sizes and rows of seconds."""
+    """Calls `measured` for ascending sizes until the time is spent; returns each row's size, and the rows."""
     amounts: list[float] = []
     rows: list[list[float]] = []
     elapsed, left = 0.0, budget_seconds
@@ -131,13 +131,13 @@ def measure_by_size(
         found = yield from measured(size)
         amounts += [float(size)] * len(found)
         rows += found
-        (elapsed,) = yield from watch.shared([watch.clock() - began])
+        (elapsed,) = yield from watch.reduce([watch.clock() - began])
         left -= elapsed
     return amounts, rows
 
 
 class BucketMemory:
-    """Makes the buckets to time in host memory; a subclass makes them on a device."""
+    """Makes the accumulators and gradients to be timed in host memory; a subclass makes them on a device."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
         """Returns a bucket's accumulator with a residual of zeros (for `Dense` one without a residual)."""
@@ -148,7 +148,7 @@ class BucketMemory:
         return np.zeros(num_elements, "uint16" if dtype == "bfloat16" else dtype)
 
     def refill(self, gradient: Any) -> None:
-        """Fills the gradient with the same values before every run, as a backward pass would."""
+        """Fills the gradient with the same values, as a backward pass would; called before every run."""
         generator, few = np.random.default_rng(1), min(gradient.size, 1 << 16)
         # a heavy tail, as gradients have
         drawn = generator.standard_normal(few, np.float32) * generator.standard_exponential(few, np.float32)
@@ -171,10 +171,10 @@ def bucket_times(
     budget_seconds: float,
     dtype: str = "float32",
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Returns the slowest rank's seconds of selection and decoding, for several sizes at two densities.
+    """Measures the slowest rank's seconds of selection and decoding, for several sizes at two densities.
 
-    The sparsifier's own rounds are carried out between all ranks, so counts are those of a training. Beside n
-    each row has density * n, that by the ranks that select so many, and both times.
+    All ranks run the sparsifier's rounds, so counts are those of a training. Returns sizes n, and rows of
+    selected elements, received elements, seconds of selection and seconds of decoding.
     """
     dense = min(1.0, _DENSER * sparsifier.density)
     # of one density, that which is asked for, and a lower one
@@ -201,7 +201,7 @@ def bucket_times(
 def _time_one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[Sequence[float]]:
-    """Runs one step of a bucket; returns seconds of computation before its first collective, and after."""
+    """Runs one step of a bucket; returns seconds of computation before its first collective and after."""
     step, seconds, answer, place = bucket.step(gradient), [_TINY_SECONDS, _TINY_SECONDS], None, 0
     while True:
         started = watch.clock()

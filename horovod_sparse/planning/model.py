@@ -19,7 +19,7 @@ from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 
 @dataclass(frozen=True)
 class AffineTime:
-    """A time as a function of an amount: ``seconds = fixed_seconds + seconds_per_unit * amount``; 0 for 0.
+    """A time that is linear in an amount: ``fixed_seconds + seconds_per_unit * amount``; 0 for amount 0.
 
     Of a collective, `fixed_seconds` is alpha, and `seconds_per_unit` is beta, per byte.
 
@@ -34,7 +34,7 @@ class AffineTime:
             check_seconds(argument, getattr(self, argument))
 
     def seconds(self, amount: Any) -> Any:
-        """Returns the seconds for an amount, or for each amount of an array."""
+        """Returns the seconds for an amount (of bytes or elements), or for each amount of an array."""
         if np.ndim(amount):
             amounts = np.asarray(amount, np.float64)
             return np.where(amounts > 0, self.fixed_seconds + self.seconds_per_unit * amounts, 0.0)
@@ -46,7 +46,7 @@ class AffineTime:
         )
 
     def per(self, units: float, offset: float = 0.0) -> AffineTime:
-        """Returns the time as a function of x, where ``amount = offset + units * x``."""
+        """Returns the time as a function of another amount x, where ``amount = offset + units * x``."""
         return AffineTime(self.fixed_seconds + self.seconds_per_unit * offset, self.seconds_per_unit * units)
 
 
@@ -63,7 +63,7 @@ class Fit(AffineTime):
     largest_error: float = 0.0
 
     def time(self, density: float = 0.0) -> AffineTime:
-        """Returns the time as a function of the amount, if the share `density` of it is selected."""
+        """Returns the time by the amount alone, if the share `density` of the amount is selected."""
         each = float(self.seconds_per_unit) + density * float(self.seconds_per_selected)
         return AffineTime(float(self.fixed_seconds), each)
 
@@ -84,7 +84,7 @@ def fit_time(
     features = np.column_stack([amounts] if selected is None else [amounts, selected])
     times = np.asarray(seconds, np.float64)
     if not np.all(np.isfinite(times)) or np.any(times <= 0.0):
-        raise ArgumentError(what, times.tolist(), "positive, finite seconds: was anything measured?")
+        raise ArgumentError(what, times.tolist(), "positive, finite seconds, as measurements have")
     sizes, number = np.unique(features, axis=0, return_inverse=True)
     medians = np.array([np.median(times[number.reshape(-1) == i]) for i in range(len(sizes))])
     design = np.column_stack([np.ones(len(sizes)), sizes])
@@ -97,7 +97,7 @@ def fit_time(
 
 
 def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the x >= 0 with the least ``|design x - 1|``, by solving for every subset of columns."""
+    """Returns the x >= 0 that minimizes ``|design x - 1|``, by solving for every subset of columns."""
     ones, count = np.ones(len(design)), design.shape[1]
     best, least = np.zeros(count), np.inf
     for size in range(1, count + 1):
@@ -112,7 +112,7 @@ def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts the times of a bucket or dense parameter, for one sparsifier, density and cluster.
+    """Predicted times of a bucket or dense parameter, for one sparsifier, density and cluster.
 
     Messages that wait for the network together may be fused, as in Horovod: `fixed_seconds` then counts once.
     The paper's model, and `optimal`'s proof, are without it for buckets.
@@ -132,7 +132,7 @@ class CostModel:
 
 
 def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str, AffineTime]) -> AffineTime:
-    """Returns the time of a bucket's collectives as a function of its n, from the fitted collectives' times.
+    """Returns the time of a bucket's collectives by its number of elements, from fitted collectives' times.
 
     What each round carries is the algorithm's own declaration (`Sparsifier.traffic`), read off at two
     bucket sizes; ranks are taken to select equally many. `collectives` has the time of every kind, by the
@@ -147,7 +147,7 @@ def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str
 
 
 def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iterator[tuple[str, int]]:
-    """Yields each round's collective, and the most bytes that a rank sends in it, at the final density."""
+    """Yields each round's kind of collective, and the bytes of the rank that sends most, at `density`."""
     selected = max(1, round(sparsifier.density * num_elements))
     if sparsifier.density_scope != "per rank":
         from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold  # which top-k does without
@@ -166,7 +166,7 @@ def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iter
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's parameters, with the seconds of backward for each.
+    """A model's parameters and their seconds of backward: what plans are predicted for.
 
     Args:
         parameters: in the order in which the model uses them (forward).
@@ -182,7 +182,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.parameters and not any(self.backward_seconds):
-            raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
+            raise ProfileMismatchError("backward takes no time for any parameter: measure the profile anew")
 
     @property
     def backward(self) -> tuple[ParameterFacts, ...]:
@@ -196,7 +196,7 @@ class Workload:
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """The parameters that stay dense, in backward order."""
+        """The names of parameters that stay dense, in backward order."""
         return tuple(parameter.name for parameter in self.backward if parameter.name in self.dense)
 
     def with_dense(self, dense: Collection[str]) -> Workload:
@@ -204,18 +204,17 @@ class Workload:
 
 
 def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
-    """Returns the plan that merges neighbouring parameters up to each position in `segments`.
+    """Returns the plan whose buckets are the segments of sparse parameters, in backward order.
 
-    Runs end at `segments`: ascending positions in backward order among the sparse parameters, the last one
-    being their number.
+    `segments` are the positions at which segments end, ascending; the last is the number of parameters.
     """
     backward, starts = workload.sparse[::-1], [0, *segments]
     merged = [by_kind(backward[start:stop]) for start, stop in itertools.pairwise(starts)]
     return Plan(tuple(bucket for buckets in merged for bucket in buckets), workload.dense_names)
 
 
-class Span(NamedTuple):
-    """A time span in which computation or the network is busy, in seconds since the step began.
+class BusyTime(NamedTuple):
+    """From when to when computation or the network is busy with one thing, in seconds since the step began.
 
     `kind` is "forward", "backward", "selection" (of a bucket) or "packing" (of a parameter that stays dense)
     in computation, and "sparse" or "dense" in communication.
@@ -228,10 +227,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A predicted step: the time spans in which computation and the network are busy."""
+    """A predicted step: when computation and the network are busy."""
 
-    computation: tuple[Span, ...]
-    communication: tuple[Span, ...]
+    computation: tuple[BusyTime, ...]
+    communication: tuple[BusyTime, ...]
 
     @property
     def iteration_seconds(self) -> float:
@@ -258,12 +257,12 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     elements = {parameter.name: parameter.num_elements for parameter in workload.parameters}
     bucket_of = {name: number for number, names in enumerate(plan.buckets) for name in names}
     missing = [len(names) for names in plan.buckets]
-    computation: list[Span] = []
+    computation: list[BusyTime] = []
     messages: list[_Message] = []
 
     def append_span(kind: str, seconds: float) -> float:
         start = computation[-1].end if computation else 0.0
-        computation.append(Span(kind, start, start + seconds))
+        computation.append(BusyTime(kind, start, start + seconds))
         return start + seconds
 
     if workload.forward_seconds:
@@ -284,11 +283,11 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     return Timeline(tuple(computation), tuple(_predict_network(messages, cost)))
 
 
-def _predict_network(messages: list[_Message], cost: CostModel) -> list[Span]:
-    """Predicts when the network sends each message; fuses messages that are ready at once, if allowed."""
+def _predict_network(messages: list[_Message], cost: CostModel) -> list[BusyTime]:
+    """Predicts when the network sends each message, one at a time; fuses ready ones if `cost` says so."""
     startup = {"sparse": cost.communication.fixed_seconds, "dense": cost.dense.fixed_seconds}
     fused = {"sparse": cost.fuse_sparse, "dense": cost.fuse_dense}
-    spans, free = list[Span](), 0.0
+    spans, free = list[BusyTime](), 0.0
     while messages:
         first, *others = messages
         start, num_bytes, seconds, messages = max(free, first.ready), first.num_bytes, first.seconds, []
@@ -299,5 +298,5 @@ def _predict_network(messages: list[_Message], cost: CostModel) -> list[Span]:
             else:
                 messages.append(one)
         free = start + seconds
-        spans.append(Span(first.kind, start, free))
+        spans.append(BusyTime(first.kind, start, free))
     return spans

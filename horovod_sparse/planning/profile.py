@@ -25,7 +25,7 @@ PROFILE_VERSION = 4
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one cluster of `size` ranks, without host names."""
+    """Fitted times of collectives and selection on one cluster of `size` ranks, and of a model's backward."""
 
     size: int
     framework: str
@@ -66,10 +66,10 @@ class Profile:
             saved: dict[str, Any] = dict(json.loads(text))
             version = saved.pop("version")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ProfileMismatchError("this is not a profile: no JSON object with a version") from error
+            raise ProfileMismatchError("not a profile: no JSON object with a version") from error
         if version != PROFILE_VERSION:
             raise ProfileMismatchError(
-                f"the profile is of version {version}, this is {PROFILE_VERSION}: measure again"
+                f"the profile is of version {version}, must be of {PROFILE_VERSION}: measure again"
             )
         try:
             saved["backward_seconds"] = dict(saved["backward_seconds"])
@@ -100,17 +100,17 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def check(self, where: ClusterFacts) -> list[str]:
-        """Returns a warning for each difference from this cluster that makes predictions worse.
+        """Returns warnings, one for each difference from the cluster `where` that makes predictions worse.
 
         Raises a `ProfileMismatchError` for a profile that cannot be applied there at all.
         """
         if where.size > 1 and self.size == 1:
             raise ProfileMismatchError(
-                f"the profile was measured with 1 rank, where nothing is communicated; here are "
-                f"{where.size}: run horovod-sparse calibrate with as many ranks"
+                f"the profile was measured with 1 rank, which sends nothing: run horovod-sparse calibrate "
+                f"with {where.size} ranks"
             )
         if where.size > 1 and not self.collectives:
-            raise ProfileMismatchError("the profile holds no collectives: run horovod-sparse calibrate")
+            raise ProfileMismatchError("the profile has no collectives: run horovod-sparse calibrate")
         facts = [
             ("{} ranks, here {}: times of collectives depend on it", self.size, where.size),
             ("framework {}, here {}: selection may take another time", self.framework, where.framework),
@@ -122,17 +122,17 @@ class Profile:
             told.append(f"a cycle time of {own * 1e3:g} ms, here {here * 1e3:g} ms: it is part of alpha")
         return [f"the profile was measured with {one}" for one in told]
 
-    def step(
+    def workload_and_cost(
         self, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, size: int
     ) -> tuple[Workload, CostModel]:
-        """Returns the model's workload (with measured times), and the cost model for its buckets.
+        """Returns the model's parameters with measured times, and the cost model for their buckets.
 
         Raises a `ProfileMismatchError` for a profile of another model.
         """
         facts = {parameter.name: parameter for parameter in parameters}
         if missing := [name for name in facts if name not in self.backward_seconds]:
             raise ProfileMismatchError(
-                f"the profile has no backward time for {_shortened(missing)}: is it of another model?"
+                f"the profile has no backward time for {_shortened(missing)}: measure one for this model"
             )
         measured = [(facts[name], each) for name, each in self.backward_seconds.items() if name in facts]
         ordered, seconds = zip(*measured, strict=True) if measured else ((), ())

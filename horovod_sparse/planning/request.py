@@ -45,15 +45,15 @@ class MinElements:
 
 
 min_elements = MinElements
-#: what `tensor_selection` takes: "cost", "all", `min_elements(...)`, or a function that says of a parameter
-#: whether it is sparsified
+#: what `tensor_selection` takes: "cost", "all", `min_elements(...)`, or a function that returns whether
+#: a parameter is sparsified
 TensorSelection: TypeAlias = str | Callable[[ParameterFacts], bool]
 
 
 def select_tensors(
     rule: TensorSelection, parameters: Sequence[ParameterFacts], cost: CostModel | None = None
 ) -> frozenset[str]:
-    """Returns the names of the parameters that stay dense by a rule, which decides about each alone.
+    """Returns the names of the parameters that stay dense by a rule, which decides about each by itself.
 
     "cost", which needs `cost`: ``sparsify if and only if T_comp(n) < T_full(n) - T_spr(n)``, where T_comp is
     selection (decoding may stand in communication: only the sum matters), T_spr communication, T_full dense.
@@ -86,8 +86,8 @@ def _sparsifying_pays(parameter: ParameterFacts, cost: CostModel) -> bool:
     return bool(compression < full + cost.dense_work.seconds(n) - sparse)
 
 
-def _strategy_of(merging: Any) -> Strategy:
-    """Returns the merging strategy with a name, or the given `fixed(...)` or function."""
+def _as_strategy(merging: Any) -> Strategy:
+    """Returns the strategy with the name `merging`, or the given strategy or function; raises on others."""
     if isinstance(merging, str) and merging not in STRATEGIES:
         raise UnknownNameError("merging", merging, [*STRATEGIES, "fixed(num_elements=...)"])
     strategy: Strategy = STRATEGIES[merging] if isinstance(merging, str) else merging
@@ -118,21 +118,21 @@ class Decision:
 class PlanRequest:
     """A user's request for plans: strategy, tensor selection and profile."""
 
-    #: the arguments, in words
+    #: the arguments as text
     asked: str
     strategy: Strategy
     selection: TensorSelection = "all"
     profile: Profile | None = None
-    #: why the profile is of no use: raised once all ranks know of it
+    #: why the profile cannot be used: raised once all ranks know
     failure: HorovodSparseError | None = None
 
     @classmethod
     def of(cls, merging: Any, tensor_selection: Any, profile: Any, bucket_bytes: int | None) -> PlanRequest:
-        """Makes a request of an optimizer's arguments, which must not contradict each other."""
+        """Makes a request of an optimizer's arguments; a profile that does not do becomes its `failure`."""
         if merging is None:
             merging = _DEFAULT if bucket_bytes is None else fixed(bytes=bucket_bytes)
-        strategy, selection = _strategy_of(merging), "all" if tensor_selection is None else tensor_selection
-        select_tensors(selection, (), _NO_COST)  # refuses what is no rule
+        strategy, selection = _as_strategy(merging), "all" if tensor_selection is None else tensor_selection
+        select_tensors(selection, (), _NO_COST)  # raises on anything but a rule
         asked, failure = f"merging={_rule_name(merging)}, tensor_selection={_rule_name(selection)}", None
         if not (profile is None or isinstance(profile, (Profile, str, Path))):
             raise ArgumentError("profile", profile, "a Profile, or the path of a saved one")
@@ -141,42 +141,42 @@ class PlanRequest:
         except ProfileMismatchError as error:
             profile, failure = None, error
         made = cls(asked, strategy, selection, profile, failure)
-        if made.measures and not (failure or (profile is not None and profile.backward_seconds)):
+        if made.needs_times and not (failure or (profile is not None and profile.backward_seconds)):
             allowed = "one with backward times of this model, of hvd.measured_profile(...), for levels='flat'"
             missing = ArgumentError("profile", profile and "one without them", allowed)
             return replace(made, failure=missing)
         return made
 
     @property
-    def measures(self) -> bool:
-        """True if the plan depends on measured times."""
+    def needs_times(self) -> bool:
+        """True if the plan depends on measured times, so that a profile is needed."""
         return not isinstance(self.strategy, Fixed) or self.selection == "cost"
 
     def describe(self) -> dict[str, str]:
-        """Returns a description of the request, which has to be equal on all ranks."""
+        """Returns a description of the request, which ranks compare."""
         digest = "no profile" if self.profile is None else self.profile.digest()
         return {"plan": self.asked, "profile": f"none ({self.failure})" if self.failure else digest}
 
-    def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """Returns the plan before times are known: the default one if the strategy needs times."""
+    def plan_without_times(self, parameters: Sequence[ParameterFacts]) -> Plan:
+        """Returns the plan without measured times: the default one if the strategy needs times."""
         dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
         if self.selection != "cost":
             dense |= select_tensors(self.selection, parameters)
         workload = Workload(tuple(parameters), (1.0,) * len(parameters), dense=dense)
-        return (_DEFAULT if self.measures else self.strategy)(workload, _NO_COST)
+        return (_DEFAULT if self.needs_times else self.strategy)(workload, _NO_COST)
 
-    def decided(
+    def decide(
         self,
         where: ClusterFacts,
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
     ) -> Decision:
-        """Returns the plan that the strategy makes from the profile, with predictions."""
+        """Returns the plan that the strategy makes from the profile, with its predicted times and others'."""
         profile = self.profile
-        assert profile is not None  # `of` has refused to go without
+        assert profile is not None  # else `of` has set `failure`
         for difference in profile.check(where):
             _log.warning("%s", difference)
-        workload, cost = profile.step(parameters, sparsifier, where.size)
+        workload, cost = profile.workload_and_cost(parameters, sparsifier, where.size)
         dense = workload.dense | select_tensors(self.selection, workload.parameters, cost)
         plan = self.strategy(workload.with_dense(dense), cost)
         plans = {

@@ -32,7 +32,7 @@ class Fixed:
     def __post_init__(self) -> None:
         given = {"num_elements": self.num_elements, "bytes": self.bytes}
         if sum(value is not None for value in given.values()) != 1:
-            raise ArgumentError("fixed", given, "either num_elements or bytes")
+            raise ArgumentError("merging=fixed", given, "either num_elements or bytes")
         for name, value in given.items():
             if value is not None:
                 check_count(name, value)
@@ -55,7 +55,7 @@ Times = NDArray[np.float64]
 
 
 def omgs(workload: Workload, cost: CostModel) -> Plan:
-    """Returns the plan of OMGS-SGD's Algorithm 1: merges layer l into l - 1, from L down to 2, if that pays.
+    """Returns OMGS-SGD's plan (Algorithm 1): from layer L down to 2, merges l into l - 1 if that pays.
 
     ``Q3: u + t_s(d_l) + t_s(d_{l-1}) < tau_c(l) + t_c(d_l)`` and
     ``Q5: tau_c(l) + alpha > u + t_s(d_l + d_{l-1})`` with ``u = tau_b(l) + t_b(l) + t_b(l-1)``, where t_s is
@@ -78,7 +78,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     merged = np.zeros(num_layers, bool)
     # layer l of the paper has index l - 1
     for layer in range(num_layers - 1, 0, -1):
-        if (_ends_earlier if by_gain else _merging_pays)(layer, elements, backward, cost):
+        if (_merged_ends_earlier if by_gain else _merging_pays)(layer, elements, backward, cost):
             merged[layer] = True
             elements, backward = _merge(layer, elements, backward)
     # in backward order, a segment ends behind every layer that was not merged into the next
@@ -102,7 +102,7 @@ def _merging_pays(layer: int, elements: Times, backward: Times, cost: CostModel)
     return bool(apart < busy_until and start_communication[layer] + alpha > together)
 
 
-def _ends_earlier(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+def _merged_ends_earlier(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
     return _timeline(*_merge(layer, elements, backward), cost)[2] < _timeline(elements, backward, cost)[2]
 
 
@@ -115,7 +115,7 @@ def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
 
 
 def _sparse_layers(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
-    """Returns elements and backward times of sparse parameters; dense ones' times count to the next."""
+    """Returns elements and backward times of sparse parameters; a dense one's time counts to the next."""
     elements, backward, carried = [], [], 0.0
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
         carried += seconds
@@ -129,7 +129,7 @@ def _sparse_layers(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
 
 
 def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, Times, float]:
-    """Returns each layer's starts of backward and communication, Eqs. (6) to (8), and the end, Eq. (17)."""
+    """Predicts when each layer's backward and communication start, Eqs. (6) to (8), and the end, Eq. (17)."""
     selection = cost.selection.seconds(elements)
     communication = cost.communication.seconds(elements)
     ends = np.cumsum((backward + selection)[::-1])[::-1]  # of selection
@@ -155,7 +155,7 @@ class SegmentTables(NamedTuple):
 
 
 def segment_tables(workload: Workload, cost: CostModel, fused: bool = False) -> SegmentTables:
-    """Predicts computation and communication of all possible buckets; `fused`: dense messages join."""
+    """Predicts the seconds of all possible buckets; with `fused` dense messages pay one start-up less."""
     elements, backward = (amounts[::-1] for amounts in _sparse_layers(workload, cost))
     m = elements.size
     computation, communication = np.full((2, m + 1, m + 1), np.inf)
@@ -201,7 +201,7 @@ _SAME, _TINY = 1e-12, np.finfo(np.float64).tiny
 
 
 def best_segments(tables: SegmentTables) -> list[int]:
-    """Returns where the buckets of the shortest step end, by dynamic programming in backward order."""
+    """Returns the ends of the buckets with the shortest step, in backward order, by dynamic programming."""
     (computation, communication, dense), m = tables, len(tables.dense) - 1
     # of segments of one parameter, whose messages always fit
     same = _SAME * float((np.diag(computation, 1) + np.diag(communication, 1)).sum())

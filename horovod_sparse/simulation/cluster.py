@@ -1,4 +1,4 @@
-"""A bucket on P simulated ranks: gradients in, synchronized gradients out, and what that costs."""
+"""Simulates a bucket on P ranks: takes gradients, returns their sums, and records the traffic."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class SimulatedCluster:
     def synchronize(
         self, gradients: Sequence[Any], learning_rate: float = 1.0, *, keep_errors: bool = False
     ) -> list[SparseSum]:
+        """Synchronizes one gradient per rank, and returns each rank's sum."""
         steps = [
             bucket.step(gradient, learning_rate)
             for bucket, gradient in zip(self.buckets, gradients, strict=True)

@@ -30,7 +30,7 @@ def num_rounds(kind: str, size: int) -> int:
 
 
 def share_of_bytes(kind: str, size: int) -> float:
-    """Returns a collective's bytes received per rank, over the bytes that a rank sends.
+    """Returns the ratio of the bytes that a rank receives in a collective to the bytes that it puts in.
 
     Example:
         >>> share_of_bytes("allgather", 8), share_of_bytes("allreduce", 8), share_of_bytes("exchange", 8)
@@ -45,7 +45,7 @@ def share_of_bytes(kind: str, size: int) -> float:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The rounds and bytes of collectives for one rank."""
+    """One rank's cost of collectives: successive messages, and bytes received."""
 
     #: number of successive messages; each costs alpha
     rounds: int
@@ -58,7 +58,7 @@ class CollectiveCost:
 
 @dataclass
 class Recorder:
-    """Records the kind and bytes of P ranks' collectives, by round and rank."""
+    """Records the kinds, bytes and costs of P ranks' collectives, by round and rank."""
 
     kinds: list[type[Request]] = field(default_factory=list)
     levels: list[collectives.Level] = field(default_factory=list)
@@ -67,12 +67,12 @@ class Recorder:
     costs: list[list[CollectiveCost]] = field(default_factory=list)
 
     def record(self, requests: Sequence[Request], topology: Topology | None = None) -> None:
-        """Adds one round: the requests of all ranks, in rank order."""
+        """Records one round, given the requests of all ranks in rank order."""
         costs = [CollectiveCost(0, 0)] * len(requests)
         sent = [0] * len(requests)
         for ranks in groups_of(requests, topology):
             group = [requests[rank] for rank in ranks]
-            for place, (rank, cost) in enumerate(zip(ranks, _costs(group), strict=True)):
+            for place, (rank, cost) in enumerate(zip(ranks, _costs_by_rank(group), strict=True)):
                 costs[rank], sent[rank] = cost, num_bytes_sent(requests[rank], place)
         self.kinds.append(type(requests[0]))
         self.levels.append(requests[0].level)
@@ -85,13 +85,13 @@ class Recorder:
 
 
 def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequence[Sequence[int]]:
-    """Returns the groups of ranks among which the requests of a round act: all ranks, or each host's."""
+    """Returns the groups of ranks that communicate in a round: all ranks, or by level hosts or columns."""
     if topology is None:
         return [range(len(requests))]
     return topology.groups(requests[0].level)
 
 
-def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
+def _costs_by_rank(requests: Sequence[Request]) -> list[CollectiveCost]:
     size, first, received = len(requests), requests[0], [0] * len(requests)
     if isinstance(first, (collectives.AllToAll, collectives.Exchange)):
         rounds = []
@@ -190,13 +190,13 @@ def _check_round(
         ) from (errors[min(errors)] if errors else None)
     levels = {rank: request.level for rank, request in requests.items()}
     if topology is None and set(levels.values()) != {"all"}:
-        raise CollectiveMismatchError("requests of level 'host' or 'across' need a topology")
-    _check_equal(round_number, levels)
+        raise CollectiveMismatchError("collectives of level 'host' or 'across' need topology=...")
+    _check_same_on_ranks(round_number, levels)
     for ranks in groups_of([requests[rank] for rank in range(size)], topology):
-        _check_equal(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})
+        _check_same_on_ranks(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})
 
 
-def _check_equal(round_number: int, asked: Mapping[int, str]) -> None:
+def _check_same_on_ranks(round_number: int, asked: Mapping[int, str]) -> None:
     kinds: dict[str, list[int]] = {}
     for rank, kind in asked.items():
         kinds.setdefault(kind, []).append(rank)
@@ -218,13 +218,13 @@ def _signature(request: Request, size: int) -> str:
 
 
 def answer(requests: Sequence[Request]) -> list[Any]:
-    """Returns the result of one collective for each rank, given all ranks' requests."""
+    """Returns each rank's result of one collective, given all ranks' requests."""
     first, size = requests[0], len(requests)
     if isinstance(first, collectives.AllGather):
         return [np.concatenate([request.buffer for request in requests])] * size  # type: ignore[union-attr]
     if isinstance(first, (collectives.AllReduce, collectives.ReduceScatter)):
         total = first.buffer.copy()
-        with np.errstate(over="ignore"):  # whoever gets an infinite sum refuses it
+        with np.errstate(over="ignore"):  # ranks cancel a step with an infinite sum
             for request in requests[1:]:
                 total += request.buffer  # type: ignore[union-attr]
         if isinstance(first, collectives.AllReduce):
@@ -239,7 +239,7 @@ def answer(requests: Sequence[Request]) -> list[Any]:
 
 
 def _answer_exchanges(requests: Sequence[collectives.Exchange]) -> list[dict[int, Any]]:
-    """Delivers messages between pairs of ranks; raises if one is not received, or one is not sent."""
+    """Returns each rank's received messages; raises if a rank awaits others than are sent to it."""
     inbox: list[dict[int, Any]] = [{} for _ in requests]
     for sender, request in enumerate(requests):
         for receiver, buffer in request.sends.items():

@@ -76,7 +76,7 @@ class GradientSynchronizer(GradientTraining):
         """Returns the plan for new parameters by `merging` and `tensor_selection`, without measured times."""
         if self._first.request is None:
             return super().plan_for_new(facts)
-        return self._first.request.first_plan([fact for fact, _ in facts.values()])
+        return self._first.request.plan_without_times([fact for fact, _ in facts.values()])
 
     def declared(self) -> dict[str, str]:
         own = self.optimizer

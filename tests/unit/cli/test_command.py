@@ -47,7 +47,7 @@ def test_wrong_arguments_are_named_in_one_line_and_end_with_2(
     arguments, words, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(calibrate, "start", lambda framework: pytest.fail("Horovod was started"))
+    monkeypatch.setattr(calibrate, "connect_ranks", lambda framework: pytest.fail("Horovod was started"))
     try:
         code = main(arguments)
     except SystemExit as ended:  # from argparse

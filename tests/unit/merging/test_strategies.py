@@ -7,7 +7,7 @@ from benchmarks.common.layers import layer_table
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging import CostModel, ParameterFacts, Workload, fixed, predict
 from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.model import AffineTime, Span, plan_of_segments
+from horovod_sparse.planning.model import AffineTime, BusyTime, plan_of_segments
 from horovod_sparse.planning.strategies import best_segments, layerwise, omgs, optimal, segment_tables, single
 from horovod_sparse.plans import fixed_elements
 from support.merging_models import all_plans, costs, seconds, workloads
@@ -79,7 +79,7 @@ def test_the_papers_table_v_for_what_does_not_depend_on_times(name, merged) -> N
 def test_strategies_are_found_by_name_or_refused() -> None:
     named = [plan_request(merging=name)[0] for name in ("layerwise", "single", "omgs", "optimal")]
     assert [request.strategy for request in named] == [layerwise, single, omgs, optimal]
-    assert [request.measures for request in named] == [False, False, True, True]
+    assert [request.needs_times for request in named] == [False, False, True, True]
     assert plan_request(merging=fixed(bytes=100))[0].strategy == fixed(bytes=100)
     with pytest.raises(UnknownNameError, match=r"'optimum'.*optimal"):
         plan_request(merging="optimum")
@@ -93,7 +93,7 @@ def test_strategies_are_found_by_name_or_refused() -> None:
 A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
 
 
-def kinds_and_ends(spans: tuple[Span, ...]) -> list[tuple[str, float, float]]:
+def kinds_and_ends(spans: tuple[BusyTime, ...]) -> list[tuple[str, float, float]]:
     return [(span.kind, round(span.start, 9), round(span.end, 9)) for span in spans]
 
 

@@ -55,13 +55,13 @@ def test_plans_without_times_are_made_at_once():
     assert plan_request(merging=plan) == (None, plan)
     assert plan_request(groups=2) == (None, None)
     assert plan_request() == (None, None)
-    assert asked(merging="single").first_plan(FACTS) == plan
-    assert asked(merging="layerwise").first_plan(FACTS).buckets == (("d",), ("c",), ("b",), ("a",))
+    assert asked(merging="single").plan_without_times(FACTS) == plan
+    assert asked(merging="layerwise").plan_without_times(FACTS).buckets == (("d",), ("c",), ("b",), ("a",))
     chosen = asked(merging=fixed(num_elements=8192), tensor_selection=min_elements(100))
-    assert not chosen.measures
-    assert chosen.first_plan(FACTS) == Plan((("d",), ("c",), ("a",)), ("b",))
+    assert not chosen.needs_times
+    assert chosen.plan_without_times(FACTS) == Plan((("d",), ("c",), ("a",)), ("b",))
     by_bytes = asked(tensor_selection=lambda parameter: parameter.name != "c", bucket_bytes=16_040)
-    assert by_bytes.first_plan(FACTS) == Plan((("d",), ("b", "a")), ("c",))
+    assert by_bytes.plan_without_times(FACTS) == Plan((("d",), ("b", "a")), ("c",))
 
 
 def begun(*facts, **arguments):
