@@ -61,10 +61,10 @@ class WholeGradient(Accumulator):
         return self.report
 
     def abandon(self) -> None:
-        """Does nothing, since there is no residual that holds the gradient."""
+        self._gradient = None
 
     def drop(self, gradient: Any) -> None:
-        self._gradient = GradientParts([np.zeros(self.num_elements, self.dtype)])
+        """Does nothing: no residual holds the gradient, which `abandon` has released."""
 
     def accept(self) -> None:
         self._gradient = self._carried = None

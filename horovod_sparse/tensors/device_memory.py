@@ -79,9 +79,6 @@ class WholeTensor(WholeGradient):
         self.report = FoldReport(step=self.step)
         return self.report
 
-    def drop(self, gradient: Any) -> None:
-        self._gradient = torch.zeros_like(self._gradient)
-
     def allreduce_buffer(self, rank: int, size: int) -> torch.Tensor:
         n, given = self.num_elements, self._gradient.reshape(-1)
         buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=fold_dtype(self.dtype))
