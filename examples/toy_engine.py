@@ -91,11 +91,6 @@ class PipeEngine:
         density = {name: rules.density_of(name, array.size) or 0.0 for name, array in new.items()}
         return {n: (ParameterFacts(n, a.size, density=density[n], shape=a.shape), a) for n, a in new.items()}
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Any
-    ) -> list[Any]:
-        return [ArrayPart(spec, facts, place) for spec in specs]
-
     def execute(self, request: Request) -> Any:
         """Every rank tells all others what it asks for, and each works out its own answer."""
         for pipe in self.pipes.values():
@@ -125,6 +120,9 @@ class ToyTraining(Training):
     def __init__(self, engine: PipeEngine, **options: Any) -> None:
         super().__init__(engine, engine.recipe, Settings.of(options, "the toy", CommonOptions))
         self.begin(engine.facts({}), self.settings.plan or self.plan_for_new(engine.facts({})))
+
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[Any]:
+        return [ArrayPart(spec, facts, self.made_for) for spec in specs]
 
     def synchronize(self, gradients: Arrays) -> Arrays | None:
         """The means over ranks; None where no rank is to step."""

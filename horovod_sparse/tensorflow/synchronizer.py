@@ -47,7 +47,7 @@ class GradientSynchronizer(VariablesTraining):
         groups: Any = None,
     ) -> None:
         op = "Average" if average else "Sum"
-        engine = VariablesEngine(process_set, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
+        engine = VariablesEngine(process_set, op=op, sparse_as_dense=sparse_as_dense)
         super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
         self.watch = engine.watch = Watch(settings.deadline_seconds, process_set, self)

@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_agreement, carry_out_together, label_of, ranks_of
 from horovod_sparse.tensorflow.parts import Part, Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.topology import ClusterFacts, Placement, RankAndSize, Topology
+from horovod_sparse.topology import ClusterFacts, Placement, Topology
 from horovod_sparse.training.agreement import common_names, compare, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -37,10 +37,10 @@ class VariablesEngine:
 
     start_token = staticmethod(present_start)
 
-    def __init__(self, process_set: Any, levels: str, **arguments: object) -> None:
-        self.name, self.process_set, self._levels = "horovod_sparse.tensorflow", process_set, levels
+    def __init__(self, process_set: Any, **arguments: object) -> None:
+        self.name, self.process_set = "horovod_sparse.tensorflow", process_set
         #: arguments that change the sums; and further ones of the tape or optimizer, compared by ranks, too
-        self._arguments: Mapping[str, object] = arguments
+        self.arguments: Mapping[str, object] = arguments
         self.given: Mapping[str, object] = {}
         #: with which names of collectives begin; empty before the first gradients
         self.label = ""
@@ -57,32 +57,6 @@ class VariablesEngine:
         """Returns no facts, since variables become known with their first gradients."""
         return {}
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[Part]:
-        if is_elastic():
-            for spec in specs:
-                sparsifier = spec.recipe.sparsifier
-                with contextlib.suppress(ArgumentError):  # teams=3 takes neither number of ranks
-                    if self._levels == "flat" and sparsifier.rounds(2) == sparsifier.rounds(4):
-                        continue
-                raise UnsupportedError(
-                    f"{sparsifier.describe()} with levels={self._levels!r} has other collectives at each "
-                    "number of ranks, and an elastic graph of TensorFlow is traced once: give topk or "
-                    "exdyna, say, and levels='flat'"
-                )
-        scale = None if self._arguments["op"] == "Average" else 1.0
-        # a variable that stays dense is summed alone: Horovod joins the messages of a graph's operations
-        single = [
-            dataclasses.replace(spec, label=f"dense.{name}", names=(name,)) if spec.dense else spec
-            for spec in specs
-            for name in (spec.names if spec.dense else spec.names[:1])
-        ]
-        return [
-            Part(spec, facts, ranks, None if spec.whole else topology, label=self.label, scale=scale)
-            for spec in single
-        ]
-
     def begin(self, training: Training) -> None:
         """Does nothing when ranks have new hosts: parts know them, and are made anew."""
 
@@ -94,7 +68,7 @@ class VariablesEngine:
         return array.copy()
 
     def declared(self) -> dict[str, object]:
-        return {"process_set": ranks_of(self.process_set), **self._arguments, **self.given}
+        return {"process_set": ranks_of(self.process_set), **self.arguments, **self.given}
 
 
 class VariablesTraining(Training):
@@ -123,6 +97,31 @@ class VariablesTraining(Training):
         self._names: dict[Any, str] = {}
         #: the last step's error on the host; in a graph TensorFlow raises another one, which quotes it
         self.last_error: BaseException | None = None
+
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[Part]:
+        levels, label = self.settings.levels, self.engine.label
+        if is_elastic():
+            for spec in specs:
+                sparsifier = spec.recipe.sparsifier
+                with contextlib.suppress(ArgumentError):  # teams=3 takes neither number of ranks
+                    if levels == "flat" and sparsifier.rounds(2) == sparsifier.rounds(4):
+                        continue
+                raise UnsupportedError(
+                    f"{sparsifier.describe()} with levels={levels!r} has other collectives at each "
+                    "number of ranks, and an elastic graph of TensorFlow is traced once: give topk or "
+                    "exdyna, say, and levels='flat'"
+                )
+        scale = None if self.engine.arguments["op"] == "Average" else 1.0
+        # a variable that stays dense is summed alone: Horovod joins the messages of a graph's operations
+        single = [
+            dataclasses.replace(spec, label=f"dense.{name}", names=(name,)) if spec.dense else spec
+            for spec in specs
+            for name in (spec.names if spec.dense else spec.names[:1])
+        ]
+        return [
+            Part(spec, facts, self.made_for, None if spec.whole else self.topology, label=label, scale=scale)
+            for spec in single
+        ]
 
     @property
     def process_set(self) -> Any:

@@ -21,7 +21,6 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.gradients import GradientBucket
-from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.collective_errors import Outcome, listed, worst
 from horovod_sparse.training.compression import check_added_momentum
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
@@ -78,12 +77,10 @@ class GradientTraining(Training):
         loss_scale.watch_scalers()
         _keep_out_of_graphs()
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[GradientBucket]:
-        return [
-            GradientBucket(spec, facts, ranks, topology=None if spec.dense else topology) for spec in specs
-        ]
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[GradientBucket]:
+        levels = [None if spec.dense else self.topology for spec in specs]
+        pairs = zip(specs, levels, strict=True)
+        return [GradientBucket(spec, facts, self.made_for, topology=topology) for spec, topology in pairs]
 
     # what a front end overrides
 

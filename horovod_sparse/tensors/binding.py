@@ -19,7 +19,6 @@ from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, replicated_arrays
 from horovod_sparse.tensors.models import checked_entry
 from horovod_sparse.tensors.moves import StepBucket
-from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -301,10 +300,9 @@ class Binding(Steps):
             now = dataclasses.replace(now, weights=(own / loss_scale, beside))
             part.set_gradients(now, map(gradient_of, part.given))
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[StepBucket]:
-        return [StepBucket(spec, facts, ranks, self.schedule.moves_at_once, self.ages) for spec in specs]
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[StepBucket]:
+        given = facts, self.made_for, self.schedule.moves_at_once, self.ages
+        return [StepBucket(spec, *given) for spec in specs]
 
     def replicated_arrays(self) -> Sequence[Any]:
         parameters = {name: one for name, (_, one) in self.facts.items()}

@@ -24,7 +24,6 @@ from horovod_sparse.tensors.binding import inner_optimizer
 from horovod_sparse.tensors.layout import ReplicatedTensor, local
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
 from horovod_sparse.tensors.moves import LocalBucket
-from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import listed
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -104,10 +103,8 @@ class LocalBinding(Steps):
         super().build(plan)
         self._assign_arrays(kept)
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[LocalBucket]:
-        return [LocalBucket(spec, facts, ranks, self.schedule) for spec in specs]
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[LocalBucket]:
+        return [LocalBucket(spec, facts, self.made_for, self.schedule) for spec in specs]
 
     def _arrays_by_parameter(self, *names: str) -> dict[str, dict[str, Any]]:
         """Returns all displacements' arrays with these names, as dicts by parameter."""

@@ -15,7 +15,7 @@ from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.topology import RankAndSize, Topology, own_position
+from horovod_sparse.topology import Topology, own_position
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import NonFinitePolicy
 from horovod_sparse.training.encoding import shared_digest
@@ -149,18 +149,11 @@ class Training:
             PartSpec(f"dense.{names[0]}", names, dense, dense=True, number=number)
             for number, names in enumerate(groups, first + len(plan.buckets))
         ]
-        return self.make_parts(specs, facts, self.made_for, self.topology)
+        return self.make_parts(specs, facts)
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[Any]:
-        """Returns new parts with residuals of zeros, for a rank and number of ranks.
-
-        By default the engine makes them, by a method of this name.
-        """
-        engine: Any = self.engine
-        made: list[Any] = engine.make_parts(specs, facts, ranks, topology)
-        return made
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[Any]:
+        """Returns new parts with residuals of zeros, for the rank and number of ranks of `made_for`."""
+        raise NotImplementedError
 
     def residuals_and_progress(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
         """Returns residuals and companions by parameter, and each parameter's progress."""

@@ -25,7 +25,7 @@ from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_na
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.topology import RankAndSize, Topology
+from horovod_sparse.topology import RankAndSize
 from horovod_sparse.training.agreement import ReplicatedArray
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
@@ -48,21 +48,15 @@ class _Part(StepPart):
 
 
 class _Engine(VariablesEngine):
-    """Makes the buckets of one Keras optimizer's variables, and runs their exchanges over Horovod."""
+    """Runs the exchanges of one Keras optimizer's variables over Horovod."""
 
-    def __init__(self, moves_at_once: bool, process_set: Any, seconds: float | None) -> None:
-        super().__init__(process_set, "flat")
+    def __init__(self, process_set: Any, seconds: float | None) -> None:
+        super().__init__(process_set)
         self.name, self.label = "horovod_sparse.tensorflow.keras", "horovod_sparse.keras"
-        self.watch, self._moves_at_once = Watch(seconds, process_set), moves_at_once
-        self.starter = Exchanges(process_set, seconds)
+        self.watch, self.starter = Watch(seconds, process_set), Exchanges(process_set, seconds)
 
     def begin(self, training: Training) -> None:
         self.starter.label = training.label
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[Any]:
-        return [_Part(self._moves_at_once, spec, facts, ranks) for spec in specs]
 
 
 class KerasOwnSteps(Steps):
@@ -85,8 +79,7 @@ class KerasOwnSteps(Steps):
         process_set: Any,
         groups: Any,
     ) -> None:
-        seconds = settings.deadline_seconds
-        super().__init__(_Engine(schedule.moves_at_once, process_set, seconds), recipe, settings, schedule)
+        super().__init__(_Engine(process_set, settings.deadline_seconds), recipe, settings, schedule)
         self.process_set = process_set
         self.optimizer, self._groups = optimizer, groups
         #: of Keras; those of the first step under tf-keras
@@ -97,6 +90,9 @@ class KerasOwnSteps(Steps):
         self._began = 0
         #: called when the buckets are made, for a loaded state to be put into them
         self.on_planned: Callable[[], None] = lambda: None
+
+    def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[Any]:
+        return [_Part(self.schedule.moves_at_once, spec, facts, self.made_for) for spec in specs]
 
     @property
     def is_needed(self) -> bool:
