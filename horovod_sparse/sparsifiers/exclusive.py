@@ -45,7 +45,7 @@ class ExclusiveThreshold(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.threshold not in RULES:
-            raise UnknownNameError("threshold rule", str(self.threshold), RULES)
+            raise UnknownNameError("threshold", str(self.threshold), RULES)
 
     def init(self, info: BucketInfo) -> ExclusiveState:
         return ExclusiveState()

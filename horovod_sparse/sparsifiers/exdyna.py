@@ -159,7 +159,7 @@ class ExDyna(ExclusiveThreshold):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rebalance not in ("proportional", "paper"):
-            raise UnknownNameError("rebalance rule", self.rebalance, ("proportional", "paper"))
+            raise UnknownNameError("rebalance", self.rebalance, ("proportional", "paper"))
         check_count("num_blocks", self.num_blocks)
 
     def init(self, info: BucketInfo) -> ExDynaState:

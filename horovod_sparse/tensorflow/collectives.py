@@ -208,11 +208,11 @@ def carry_out_together(
 def _traced_collective(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
     """Returns `carry_out` for one kind and name as a traced function of buffer and splits."""
 
-    def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def run_collective(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return carry_out(kind, buffer, splits, name, process_set)
 
     given = [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)]
-    return tf.function(run, input_signature=given, autograph=False)
+    return tf.function(run_collective, input_signature=given, autograph=False)
 
 
 def _run_watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
@@ -220,14 +220,14 @@ def _run_watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     given: list[Any] = []
     failed: list[BaseException] = []
 
-    def work() -> None:
+    def run_and_store() -> None:
         try:
             with tf.device("/cpu:0"):
                 given.append(run())
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=work, name="horovod_sparse.agreement", daemon=True)
+    thread = threading.Thread(target=run_and_store, name="horovod_sparse.agreement", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK_SECONDS)

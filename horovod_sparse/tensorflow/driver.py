@@ -59,13 +59,13 @@ class Driver:
         kinds, sizes = tasks[0].kinds, [len(tensors) for tensors in gradients]
         inputs = [tensor for tensors in gradients for tensor in tensors]
 
-        def start(*arrays: np.ndarray) -> list[np.ndarray]:
+        def start_tasks(*arrays: np.ndarray) -> list[np.ndarray]:
             ends = itertools.accumulate(sizes)
             own = [arrays[end - size : end] for size, end in zip(sizes, ends, strict=True)]
             wires = [self._begin(task, mine) for task, mine in zip(tasks, own, strict=True)]
             return [graph_lifetime_token(tasks), *outputs_for(wires, 0)]
 
-        def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
+        def resume_tasks(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
             wires = []
             for i, task in enumerate(tasks):
                 with task.record_work():
@@ -82,13 +82,13 @@ class Driver:
             return [tf.as_dtype(dtype) for dtype in itertools.chain(*dtypes)]
 
         with tf.device(HOST):
-            held, *messages = self.host.run(start, inputs, [tf.int32, *output_types(0)])
+            held, *messages = self.host.run(start_tasks, inputs, [tf.int32, *output_types(0)])
             for number, kind in enumerate(kinds):
                 answers = [tf.constant(number, tf.int32)]
                 for i, task in enumerate(tasks):
                     buffer, splits = shaped(messages[2 * i : 2 * i + 2], ([None], [None]))
                     answers += carry_out(kind, buffer, splits, f"{task.name}.{number}", self._process_set)
-                messages = self.host.run(resume, answers, output_types(number + 1))
+                messages = self.host.run(resume_tasks, answers, output_types(number + 1))
             return [held, *shaped(messages[:1], ([],))]
 
 

@@ -22,7 +22,7 @@ _PEER_IS_GONE = ("HorovodInternalError", "Horovod has been shut down"), ("Horovo
 def run(function: Any) -> Any:
     """Decorates a training as Horovod's `run`; raises errors of host functions, which Horovod's drops."""
 
-    def train(state: Any, *arguments: Any, **named: Any) -> Any:
+    def train_or_translate_error(state: Any, *arguments: Any, **named: Any) -> Any:
         try:
             return function(state, *arguments, **named)
         except tf.errors.OpError as error:
@@ -33,7 +33,7 @@ def run(function: Any) -> Any:
                 error.message
             ) from error
 
-    return stock.run(train)
+    return stock.run(train_or_translate_error)
 
 
 class _VariableState:

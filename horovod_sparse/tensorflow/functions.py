@@ -31,7 +31,7 @@ def broadcast_variables(
         if not is_comparable(variable):
             raise UnsupportedError(f"leave {variable.name} out: {variable.dtype.name} cannot be broadcast")
 
-    def assign() -> None:
+    def broadcast_and_assign() -> None:
         for number, variable in enumerate(every):
             value, bits = variable.read_value(), tf.cast if variable.dtype == tf.bool else tf.bitcast
             received = hvd.broadcast(
@@ -44,5 +44,5 @@ def broadcast_variables(
             variable.assign(bits(received, variable.dtype))
 
     with tf.device("/cpu:0"):
-        tf.function(assign, autograph=False)()  # in a graph Horovod fuses all broadcasts
+        tf.function(broadcast_and_assign, autograph=False)()  # in a graph Horovod fuses all broadcasts
     return None

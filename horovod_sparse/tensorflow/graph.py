@@ -67,7 +67,7 @@ class HostFunctions:
             graph = graph.outer_graph
         reference = weakref.ref(function)
 
-        def call(*arrays: np.ndarray) -> Any:
+        def call_if_alive(*arrays: np.ndarray) -> Any:
             living = reference()
             if living is None:
                 raise UnsupportedError("this graph's compressor or optimizer was deleted: keep a reference")
@@ -79,7 +79,7 @@ class HostFunctions:
                 # TensorFlow maps ValueError to an error that quotes the class name
                 raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
 
-        return call
+        return call_if_alive
 
 
 class EagerCalls:

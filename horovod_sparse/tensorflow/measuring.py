@@ -58,15 +58,15 @@ def measured_profile(
         raise ArgumentError("compression", compression, "a sparsifier: Compression.topk(density=0.01)")
     own, host, found = [as_variable(one) for one in variables], HostFunctions(), dict[str, Any]()
 
-    def stamp(name: str) -> Callable[[np.ndarray], list[int]]:
-        def arrived(_gradient: np.ndarray) -> list[int]:
+    def stamp_of(name: str) -> Callable[[np.ndarray], list[int]]:
+        def note_arrival(_gradient: np.ndarray) -> list[int]:
             recorder.arrived(name, time.perf_counter())
             return [0]
 
-        return arrived
+        return note_arrival
 
     @tf.function(autograph=False)
-    def step() -> list[tf.Tensor]:
+    def run_backward() -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             value = loss()
         pairs = zip(tape.gradient(value, own), own, strict=True)
@@ -76,17 +76,17 @@ def measured_profile(
         found.update(zip(unique_names(chosen), chosen, strict=True))
         with tf.device(HOST):
             given = zip(found, gradients, strict=True)
-            return [host.run(stamp(name), [gradient], [tf.int64])[0] for name, gradient in given]
+            return [host.run(stamp_of(name), [gradient], [tf.int64])[0] for name, gradient in given]
 
-    step.get_concrete_function()
+    run_backward.get_concrete_function()
     recorder = BackwardRecorder(list(found), 1, lambda start, stop: stop - start)
     for _ in range(1 + num_steps):
         recorder.begin(time.perf_counter())
-        step()
+        run_backward()
         recorder.end()
     facts = facts_of(list(found), list(found.values()), compression.recipe.rules)
 
-    def measured() -> Synchronization[Profile]:
+    def measured_on_all() -> Synchronization[Profile]:
         parameters = [fact for fact, _ in facts.values()]
         _, names = yield from common_names("", parameters)
         where = ClusterFacts.of(process_set, "tensorflow", hvd)
@@ -100,5 +100,5 @@ def measured_profile(
         return (yield from with_times(profile, times))
 
     name = "horovod_sparse.planning"
-    profile: Profile = carry_out_together(measured(), process_set, name, looks=True)
+    profile: Profile = carry_out_together(measured_on_all(), process_set, name, looks=True)
     return profile

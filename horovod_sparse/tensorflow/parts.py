@@ -94,7 +94,7 @@ class Task:
         try:
             answer = from_wire(self._request, output, splits)
         except Exception as error:
-            return self._end_with(error)
+            return self._fail_with(error)
         return self._advance(answer)
 
     @contextlib.contextmanager
@@ -125,17 +125,17 @@ class Task:
         except StopIteration as stop:
             self._coroutine, self.result = None, stop.value
             if self._round != len(self.kinds):
-                return self._end_with(self._mismatch_error("has ended"))
+                return self._fail_with(self._mismatch_error("has ended"))
             return self._empty_messages()
         except Exception as error:
-            return self._end_with(error)
+            return self._fail_with(error)
         if type(request) is not self.next_kind:
-            return self._end_with(self._mismatch_error(f"asks for {type(request).__name__}"))
+            return self._fail_with(self._mismatch_error(f"asks for {type(request).__name__}"))
         try:
             self._request = request
             return to_wire(request, self.value_dtype, self.ranks)
         except Exception as error:
-            return self._end_with(error)
+            return self._fail_with(error)
 
     def _mismatch_error(self, what: str) -> CollectiveMismatchError:
         declared = ", ".join(kind.__name__ for kind in self.kinds)
@@ -144,7 +144,7 @@ class Task:
             "number of ranks has changed, trace the function again"
         )
 
-    def _end_with(self, error: BaseException) -> Wire:
+    def _fail_with(self, error: BaseException) -> Wire:
         if self._coroutine is not None:
             self._coroutine.close()
         self._coroutine, self._request, self.error = None, None, error

@@ -38,8 +38,8 @@ class StateKeeper:
         self._loaded: Mapping[str, Any] | None = None
 
     def attach(self, synchronizer: Any) -> None:
-        self.synchronizer, synchronizer.on_planned = synchronizer, self._load_when_planned
-        self._load_when_planned()
+        self.synchronizer, synchronizer.on_planned = synchronizer, self._load_once_planned
+        self._load_once_planned()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's checkpoint entry; empty before the first step."""
@@ -56,7 +56,7 @@ class StateKeeper:
         self.check(entry)
         self._loaded = entry or None
         if entry:
-            self._load_when_planned()
+            self._load_once_planned()
         elif self.synchronizer is not None and self.synchronizer.parts:
             self.synchronizer.load(None)
 
@@ -74,7 +74,7 @@ class StateKeeper:
         whole = bool(getattr(own, "facts", None)) and hasattr(own, "schedule")
         return whole or (own is not None and len(own.facts) >= len(entry["variables"]))
 
-    def _load_when_planned(self) -> None:
+    def _load_once_planned(self) -> None:
         if self._loaded is not None and self._has_buckets_for(self._loaded):
             loaded, self._loaded = self._loaded, None
             self.synchronizer.load(with_local_names(self.synchronizer, loaded))
@@ -200,13 +200,13 @@ def save(
     """
     keeper, process_set = _keeper_of(source)
 
-    def entry() -> dict[str, Any]:
+    def to_entry() -> dict[str, Any]:
         if not (own := keeper.state_dict()):
             raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
         return {**own, "training": {"variables": [_encode_variable(variable) for variable in variables]}}
 
     together = checkpoint.save_together(
-        directory, entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
+        directory, to_entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
     )
     step: int = carry_out_together(together, process_set, _NAME)
     return step
@@ -231,7 +231,7 @@ def load(
     """
     keeper, process_set = _keeper_of(source)
 
-    def check(entry: Mapping[str, Any]) -> None:
+    def check_fit(entry: Mapping[str, Any]) -> None:
         training = entry.get("training")
         if not isinstance(training, dict) or not isinstance(training.get("variables"), list):
             raise StateMismatchError(f"{directory}: not saved by horovod_sparse.tensorflow.save")
@@ -241,7 +241,7 @@ def load(
 
     place = {"rank": int(process_set.rank()), "size": int(process_set.size())}
     loaded = f"the optimizer and {len(variables)} variables"
-    together = checkpoint.load_together(directory, check, **place, step=step, owner=keeper, loaded=loaded)
+    together = checkpoint.load_together(directory, check_fit, **place, step=step, owner=keeper, loaded=loaded)
     entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")
     for variable, saved in zip(variables, training["variables"] if variables else (), strict=True):

@@ -156,7 +156,7 @@ class GradientSynchronizer(VariablesTraining):
             label = f"{self.engine.label}.finite"
             tokens.append(nonfinite_marks([gradients[i] for i in slices], label, self.process_set))
 
-        def finish(*given: np.ndarray) -> list[np.ndarray]:
+        def finish_step(*given: np.ndarray) -> list[np.ndarray]:
             before, found = self.step, list[BaseException]()
             marks = given[-1].reshape(-1, len(gathered)).T if gathered else ()
             for name, marked in zip(gathered, marks, strict=True):
@@ -172,7 +172,7 @@ class GradientSynchronizer(VariablesTraining):
 
         waits = is_elastic() or check is not None
         with graph.WAITING.behind() if waits else contextlib.nullcontext(), tf.device(graph.HOST):
-            ended = self.host.run(finish, tokens, [dtype for dtype, _ in like])
+            ended = self.host.run(finish_step, tokens, [dtype for dtype, _ in like])
             *sums, outcome, due = shaped(ended, [shape for _, shape in like])
             end = outcome
             if check is not None:
@@ -291,7 +291,7 @@ class DriftChecks:
         every |= {f"variable {i} of the optimizer": one for i, one in enumerate(also_equal)}
         named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
 
-        def compare(*arrays: np.ndarray) -> np.ndarray:
+        def compare_on_host(*arrays: np.ndarray) -> np.ndarray:
             entries = [ReplicatedArray(*one) for one in zip(named, arrays, strict=True)]
             check_them = check.compare(self._training.step - 1, entries)
             engine = self._training.engine
@@ -304,11 +304,11 @@ class DriftChecks:
                 raise
             return np.zeros((), np.int32)
 
-        def checked() -> tf.Tensor:
+        def compared_in_graph() -> tf.Tensor:
             with tf.device(graph.HOST):
                 values = [variable.read_value() for variable in named.values()]
-                done = self._host.run(compare, values, [tf.int32])[0]
+                done = self._host.run(compare_on_host, values, [tf.int32])[0]
             done.set_shape([])
             return done
 
-        return tf.cond(due, checked, lambda: tf.zeros([], tf.int32))
+        return tf.cond(due, compared_in_graph, lambda: tf.zeros([], tf.int32))

@@ -247,7 +247,7 @@ def checked_pair(kind: np.dtype[Any], num_elements: int, indices: Any, values: A
     where = checked(indices, num_elements)
     new = kernel_array(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:
-        raise MessageError(f"{where.size} indices came with {new.size} values")
+        raise MessageError(f"{where.size} indices came with {new.size} values: a message was damaged")
     return where, new
 
 
@@ -273,7 +273,7 @@ def apply_scaled_sums(
     kind, num_elements = flats[0].dtype, spans[-1][1]
     if indices is None:
         if len(values) != num_elements:
-            raise MessageError(f"a dense sum has {len(values)} values, the bucket {num_elements} elements")
+            raise MessageError(f"a dense sum has {len(values)} values, must have {num_elements}")
         pairs = zip(flats, spans, strict=True)
         return sum(_overwrite(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
     where, new = checked_pair(kind, num_elements, indices, values)

@@ -50,7 +50,7 @@ class Mail:
         """Returns a message's vector, and stores its notes, which are those of the given ranks."""
         end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
-            raise MessageError(f"a message of {words.size} words is too short: do versions differ?")
+            raise MessageError(f"a message of {words.size} words is too short: use one version on all ranks")
         gathered = unpack_sum(words[:end], 1, self._wire, self._info.num_elements, self._info.value_dtype)
         self._notes[list(ranks)] = words[end:].reshape(-1, _WORDS_PER_NOTE)
         return SparseVector(gathered.indices, gathered.values)

@@ -140,7 +140,7 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
                 scale = (self.dynamic_scale.value, True) if is_keras3(self) else (1.0, self.dynamic)
                 return apply(reduce_if_finite(reducer, grads, variables, *scale), variables)
 
-            def complete(gradients: Sequence[Any]) -> Any:
+            def synchronize_and_apply(gradients: Sequence[Any]) -> Any:
                 sums, skipped = reducer.synchronize_or_skip(gradients, variables)
                 if skipped is None:
                     return apply(sums, variables)
@@ -148,12 +148,12 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
 
             accumulation = self._horovod_sparse_accumulation
             if accumulation is None:
-                return complete(grads)
+                return synchronize_and_apply(grads)
 
-            def skip() -> None:
+            def count_pass() -> None:
                 self.iterations.assign_add(1)  # as Horovod does: schedules count passes
 
-            return accumulation.run(grads, variables, complete, skip)
+            return accumulation.run(grads, variables, synchronize_and_apply, count_pass)
 
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
@@ -220,7 +220,7 @@ class Accumulation:
                 sum_.assign_add(tf.convert_to_tensor(gradient))
         count.assign_add(1)
 
-        def complete() -> None:
+        def apply_sums() -> None:
             factor = 1.0 / self.passes if self._average else 1.0
             totals = [None if sum_ is None else multiply(sum_.read_value(), factor) for sum_ in sums]
             # before the step, which may end in an error: nothing of it stays for the next one
@@ -231,7 +231,7 @@ class Accumulation:
                 totals = [None if total is None else tf.identity(total) for total in totals]
             apply(totals)
 
-        tf.cond(tf.equal(count, self.passes), complete, skip)
+        tf.cond(tf.equal(count, self.passes), apply_sums, skip)
 
 
 class DenseReducer:

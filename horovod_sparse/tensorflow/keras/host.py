@@ -41,7 +41,7 @@ class Exchanges(Starter):
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         task = Task(f"{self.label}{name}")
-        carry = partial(_carry_out, task, coroutine, self._ended, **self._given)
+        carry = partial(_run_task, task, coroutine, self._ended, **self._given)
         if (tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))) == 1:
             carry()  # a graph would find no thread beside the host function that waits for it
             return task
@@ -75,7 +75,7 @@ def _worker(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del carry
 
 
-def _carry_out(task: Task, coroutine: Synchronization[Any], ended: threading.Condition, **given: Any) -> None:
+def _run_task(task: Task, coroutine: Synchronization[Any], ended: threading.Condition, **given: Any) -> None:
     try:
         task.result = carry_out_together(coroutine, name=task.name, **given)
     except BaseException as error:

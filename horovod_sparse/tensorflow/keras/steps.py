@@ -267,14 +267,14 @@ class KerasOwnSteps(Steps):
 def _host_function(steps: weakref.ref[KerasOwnSteps], present: Sequence[int], scaled: bool) -> Any:
     """Returns the host function that runs a pass; graphs, never freed, refer by it to `steps` weakly."""
 
-    def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+    def run_pass(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
         own = steps()
         if own is None:
             raise UnsupportedError("the optimizer of this tf.function was deleted: keep a reference to it")
         gradients = dict(zip(present, arrays, strict=False))
         return own.run(gradients, arrays[len(present) :], float(rate), scaled)
 
-    return run
+    return run_pass
 
 
 # choice of the rule, and the parts of the update that Keras still does
