@@ -1,34 +1,40 @@
-"""The engine over torch.distributed: parameters' facts, messages, and errors of other ranks."""
+"""The engine over torch.distributed, its threads that run coroutines, and errors of other ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import queue
+import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.collectives import Synchronization
-from horovod_sparse.ddp.collectives import Carrier, Communicator
+from horovod_sparse.carriers import COLLECTIVE_ERRORS, side_by_side
+from horovod_sparse.collectives import Synchronization, translate_requests
+from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.errors import DeadlineError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.models import new_facts, trained_by
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import Facts
+from horovod_sparse.training.engine import Facts, Task
 
 _log = logging.getLogger("horovod_sparse")
 
 #: seconds until the log says which ranks are missing, and between checks
 _QUIET_SECONDS, _LOOK_SECONDS = 5.0, 0.05
+#: seconds between checks of the deadline; and to wait for a thread that may wait for a lost rank
+_CHECK_SECONDS, _END_SECONDS = 0.5, 2.0
 _ABSENT = "have not begun their first step: all ranks call attach, or make LocalSteps, and train"
 
 #: by a group's name: number of models at their first step
@@ -103,6 +109,173 @@ def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -
     return deadline
 
 
+#: tasks that run side by side
+_Batch: TypeAlias = list[tuple[Task, Synchronization[Any]]]
+#: a batch in progress: yields a function that waits for each of its collectives
+_Running: TypeAlias = Generator[Callable[[], Any], Any, None]
+
+
+class _ThreadState:
+    """State of a communicator's threads, which holds no reference to the communicator itself."""
+
+    def __init__(self, lanes: Sequence[Carrier]) -> None:
+        self.lanes = lanes
+        self.waiting: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        #: begun batches: tasks, generator, the function that waits for the first messages, an error
+        self.begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.free_lanes = threading.Semaphore(len(lanes))
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        #: lock that a thread holds while it runs coroutines, but not while it waits for messages
+        self.working = threading.Lock()
+        #: seconds that the threads have waited for collectives
+        self.idle_seconds = 0.0
+
+    def advance(self, running: _Running, answer: Any = None) -> Callable[[], Any] | None:
+        """Runs a batch up to its next collective, which begins; returns None at the batch's end."""
+        with self.working:
+            if self.failure is not None:  # the caller may have timed out, and rolled the step back
+                raise self.failure
+            try:
+                return running.send(answer)
+            except StopIteration:
+                return None
+
+
+class Communicator:
+    """Runs coroutines in two threads, in the order of their start, which all ranks share.
+
+    torch.distributed matches sums by their order, and its messages can only be waited for. So one thread runs
+    batches of tasks up to their first messages, folds and selections included, while backward goes on; the
+    other waits for messages, makes sums, and ends the batches in that order. Each batch in flight has a lane.
+    """
+
+    def __init__(self, lanes: Sequence[Carrier], deadline: Deadline) -> None:
+        self._shared, self._deadline = _ThreadState(lanes), deadline
+        #: prefix of names: a process may train several models
+        self.label = ""
+        self._batch: _Batch | None = None
+        #: total seconds that `wait` waited for other ranks and the network
+        self.idle_seconds = 0.0
+        threads = [
+            threading.Thread(target=loop, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
+            for loop in (_begin_batches, _end_batches)
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _end_threads, self._shared, threads)
+
+    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
+        task = Task(name)
+        if self._batch is None:
+            self._shared.waiting.put([(task, coroutine)])
+        else:
+            self._batch.append((task, coroutine))
+        return task
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Returns a context: tasks started within it begin when it ends, as a batch with shared messages."""
+        self._batch = []
+        try:
+            yield
+            self._shared.waiting.put(self._batch)
+        finally:
+            self._batch = None
+
+    def set_topology(self, topology: Topology | None) -> None:
+        for lane in self._shared.lanes:
+            lane.topology = topology
+
+    def run(self, name: str, coroutine: Synchronization[Any]) -> Any:
+        """Waits until the threads have run a coroutine; returns its result or raises its error."""
+        task = self.start(name, coroutine)
+        self.wait([task])
+        return task.value()
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Waits for tasks; errors that all ranks share stay in their tasks, others are raised."""
+        awaited, shared, since = list(tasks), self._shared, time.perf_counter()
+        idle_before = shared.idle_seconds
+        while (pending := self._first_pending(awaited)) is not None:
+            try:
+                self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
+            except DeadlineError as error:
+                idle = shared.working.acquire(timeout=_END_SECONDS)
+                shared.failure = error  # the next `wait` raises it
+                if idle:
+                    shared.working.release()
+                raise
+        self._deadline.saw_progress()
+        self.idle_seconds += min(shared.idle_seconds - idle_before, time.perf_counter() - since)
+        for task in awaited:
+            task.waited_seconds = max(0.0, task.finished - since)
+        if shared.failure is not None:
+            raise shared.failure
+
+    def _first_pending(self, tasks: Iterable[Task]) -> Task | None:
+        """Waits half a second at most for tasks; returns the first that is not done, or None if all are."""
+        with self._shared.changed:
+            if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _CHECK_SECONDS):
+                return None
+        return next((task for task in tasks if not task.done), None)
+
+
+def _end_threads(shared: _ThreadState, threads: Sequence[threading.Thread]) -> None:
+    """Ends the threads before the interpreter does, since a group must not be freed later."""
+    shared.waiting.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_END_SECONDS)
+
+
+def _run_batch(lane: Carrier, batch: _Batch) -> _Running:
+    """Runs tasks side by side, and begins their collectives in a lane."""
+    lane.name, answer = batch[0][0].name, None
+    coroutine = translate_requests(side_by_side(batch), lane.in_messages)
+    with contextlib.suppress(StopIteration):
+        while True:
+            answer = yield lane.begin(coroutine.send(answer))
+
+
+def _begin_batches(shared: _ThreadState) -> None:
+    for lane in itertools.cycle(shared.lanes):
+        if (batch := shared.waiting.get()) is None:
+            break
+        shared.free_lanes.acquire()
+        running, wait, failure = _run_batch(lane, batch), None, None
+        try:
+            wait = shared.advance(running)
+        except BaseException as error:
+            failure = error
+        shared.begun.put((batch, running, wait, failure))
+        del batch, running, wait, failure
+    shared.begun.put(None)
+
+
+def _end_batches(shared: _ThreadState) -> None:
+    while (begun := shared.begun.get()) is not None:
+        (batch, running, wait, failure), answer = begun, None
+        try:
+            while wait is not None:
+                since = time.perf_counter()
+                answer = wait()
+                shared.idle_seconds += time.perf_counter() - since
+                wait = shared.advance(running, answer)
+        except BaseException as error:
+            running.close()
+            failure = error
+        with shared.changed:
+            for task, _ in batch:
+                task.error = task.error or failure
+                if task.error is not None and not isinstance(task.error, COLLECTIVE_ERRORS):
+                    shared.failure = task.error
+                task.finished, task.done = time.perf_counter(), True
+            shared.changed.notify_all()
+        shared.free_lanes.release()
+        del begun, batch, running, wait, answer, task, failure
+
+
 #: a group of torch.distributed has one start
 _START = object()
 
@@ -119,6 +292,7 @@ class DistributedEngine:
         optimizer: torch.optim.Optimizer | None,
         group: dist.ProcessGroup | None,
         deadline_seconds: float | None,
+        delay: int = 0,
     ) -> None:
         self.model, self._recipe, self.optimizer, self._group = model, recipe, optimizer, group
         shards: list[Any] = [
@@ -131,7 +305,9 @@ class DistributedEngine:
         self.within = Carrier(mesh.get_group()) if mesh else None
         #: made with the first step
         self.communicator: Communicator | None = None
-        self._deadline_seconds = deadline_seconds
+        #: memory is offered in a lane once its message has come: after two latencies, of which `delay` passes
+        #: wait for one
+        self._deadline_seconds, self._num_lanes = deadline_seconds, 2 * max(1, delay)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -142,7 +318,7 @@ class DistributedEngine:
         """The communicator; made at first use, which waits for all ranks' first step."""
         if self.communicator is None:
             deadline = await_first_step(self.group, self._deadline_seconds)
-            self.communicator = Communicator(Carrier(self.group), deadline)
+            self.communicator = Communicator(Carrier.lanes(self.group, self._num_lanes), deadline)
         return self.communicator
 
     def rank_and_size(self) -> tuple[int, int]:

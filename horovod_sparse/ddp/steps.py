@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.ddp.collectives import Communicator
-from horovod_sparse.ddp.distributed_engine import DistributedEngine, sending_errors
+from horovod_sparse.ddp.distributed_engine import Communicator, DistributedEngine, sending_errors
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
@@ -71,7 +70,8 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         settings: Settings,
         schedule: Schedule,
     ) -> None:
-        engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
+        given = model, recipe, optimizer, group, settings.deadline_seconds
+        engine = DistributedEngine(*given, schedule.delay)
         #: makes each DistributedDataParallel synchronize again
         self.silenced = contextlib.ExitStack()
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))

@@ -66,15 +66,29 @@ def test_what_ranks_computed_is_applied_or_held_back(schedule, values, rank, siz
     torch.testing.assert_close(flat(net), start - left / size, rtol=0, atol=2e-6)
 
 
-def test_an_exchange_of_four_buckets_is_one_message(rank, monkeypatch):
+def test_exchanges_of_four_buckets_are_one_message_each_and_in_flight_together(rank, size, monkeypatch):
+    """The last rank sends each message once the first rank has begun the next one."""
     net = net_of()
     plan, optimizer = Plan(tuple((name,) for name, _ in net.named_parameters())), adamw(net)
-    ddp.attach(net, "best:density=0.1", optimizer, plan=plan)
-    train(net, optimizer, rank, 2)  # in the first step ranks agree
-    carry, sent = Carrier._exchange, []
-    monkeypatch.setattr(Carrier, "_exchange", lambda *given: sent.append(given) or carry(*given))
-    train(net, optimizer, rank, 3)
-    assert len(sent) == 3
+    sync = ddp.attach(net, "best:density=0.1", optimizer, plan=plan, delay=2)
+    train(net, optimizer, rank, 3)  # in the first step ranks agree
+    begin, sent, store = Carrier.begin, [], dist.distributed_c10d._get_default_store()
+
+    def begin_late(*given):
+        sent.append(given)
+        if rank == 0:
+            store.set(f"exchange {len(sent)} has begun", "")
+        elif rank == size - 1 and len(sent) < 4:
+            store.wait([f"exchange {len(sent) + 1} has begun"])
+        return begin(*given)
+
+    monkeypatch.setattr(Carrier, "begin", begin_late)
+    train(net, optimizer, rank, 4)
+    sync.settle()
+    assert len(sent) == 4
+    lanes = {id(lane): lane for lane, _ in sent}.values()
+    assert all(lane._from[one].offered for lane in lanes for one in range(size) if one != rank)
+    assert len(lanes) == 4 and same_on_all_replicas(*net.parameters())
 
 
 @pytest.mark.parametrize(("make", "ahead"), [(adamw, 0), (momentum, 10)])

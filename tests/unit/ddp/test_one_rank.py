@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
-from horovod_sparse.collectives import Exchange
-from horovod_sparse.ddp.collectives import Carrier, Communicator, Deadline
-from horovod_sparse.ddp.distributed_engine import _construction_errors
+from horovod_sparse.collectives import Exchange, single_request
+from horovod_sparse.ddp.collectives import Carrier
+from horovod_sparse.ddp.distributed_engine import Communicator, Deadline, _construction_errors
 from horovod_sparse.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -115,9 +115,8 @@ def test_a_wrapper_that_is_detached_synchronizes_again(mesh):
 
 def test_a_coroutine_goes_no_further_behind_the_deadline():
     store, went_on = dist.HashStore(), []
-    communicator = Communicator(
-        lambda _: store.get("answer"), Deadline(0.2, lambda: (0, [0]), lambda *_: None)
-    )
+    lane = SimpleNamespace(in_messages=single_request, begin=lambda _: partial(store.get, "answer"))
+    communicator = Communicator([lane], Deadline(0.2, lambda: (0, [0]), lambda *_: None))
     for _ in range(2):
         with pytest.raises(DeadlineError):
             communicator.run("late", (number and went_on.append(number) for number in range(2)))
