@@ -13,6 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -307,7 +308,9 @@ class StepPart(BucketPart):
     def bind(self, parameters: Parameters, moves_at_once: bool) -> None:
         """Sets the parameters' memory, and `moves`: at once (`OwnMoves`), or with the sum (`JointMoves`)."""
         self.parameters = parameters
-        self.moves: Any = OwnMoves(self) if moves_at_once else JointMoves(self)
+        #: makes moves of which none is in flight
+        self.new_moves: Callable[[], Any] = partial(OwnMoves if moves_at_once else JointMoves, self)
+        self.moves = self.new_moves()
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)
         self.release()
 

@@ -29,7 +29,7 @@ from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine
 from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_bits, read_facts
-from horovod_sparse.training.moves import JointMoves, OwnMoves
+from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -326,7 +326,7 @@ class Steps(Training):
         if self.started_anew or "shares" in passes or not self.schedule.moves_at_once:
             for part in self.parts:
                 part.moves.roll_back()  # those of the rank from which the parameters were loaded
-                part.moves = (OwnMoves if self.schedule.moves_at_once else JointMoves)(part)
+                part.moves = part.new_moves()
             for number, (share, saved) in enumerate(passes.get("shares", ())):
                 for part, one in zip(self.parts, saved, strict=True):
                     for indices, values in OwnMoves(part).loaded(one).pending():
@@ -345,7 +345,11 @@ class Steps(Training):
     def roll_back(self) -> None:
         """Undoes moves that no mean has replaced, and returns them to the residual."""
         for part in self.parts:
-            part.moves.roll_back()
+            if self._to_resume is None:
+                part.moves.roll_back()
+            else:  # a checkpoint's, whose parameters are replaced, too
+                part.moves = part.new_moves()
+        self._to_resume = None
         self._in_flight.clear()
         self._facts, self.taken = RankFacts(), 0
 
