@@ -44,9 +44,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if dtype_name(tensor) is None or tensor.layout != torch.strided:
             return tensor, None
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                "sparsified tensors have no gradient, this needs one: give tensor.detach()"
-            )
+            raise UnsupportedError("a sparsified tensor has no gradient: give tensor.detach() of this one")
         self._num_compressed += 1
         array = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()
         kept = common.keep_selected(self.recipe, array, self._num_compressed)
