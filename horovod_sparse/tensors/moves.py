@@ -83,17 +83,17 @@ class TensorParameters(HostParameters):
 
     def replace(
         self,
-        undone: Sequence[tuple[Indices, Any]] = (),
-        shrunk: Mapping[float, Sequence[int]] | None = None,
+        old_values: Sequence[tuple[Indices, Any]] = (),
+        decay: Mapping[float, Sequence[int]] | None = None,
         total: SparseSum | None = None,
         scale: float = 1.0,
-        again: Sequence[tuple[Indices, Values]] = (),
+        moves: Sequence[tuple[Indices, Values]] = (),
     ) -> tuple[int, list[Any]]:
         arrays, num_union, stood = self.arrays(), 0, []
-        for indices, before in undone:
+        for indices, before in old_values:
             for (array, _, where), old in zip(self._by_parameter(indices), before, strict=True):
                 array[where] = old
-        for factor, numbers in (shrunk or {}).items():
+        for factor, numbers in (decay or {}).items():
             torch._foreach_mul_([arrays[number] for number in numbers], factor)
         if total is not None and total.whole:
             values = scaled(total, scale)
@@ -106,7 +106,7 @@ class TensorParameters(HostParameters):
             num_union = indices.size
             for array, here, where in self._by_parameter(indices):
                 _subtract_at(array, where, values[here])
-        for indices, values in again:
+        for indices, values in moves:
             stood.append(self.take(indices))
             for array, here, where in self._by_parameter(indices):
                 _subtract_at(array, where, values[here])
@@ -291,7 +291,7 @@ class Displacement(JointMoves):
         self.task = starter.start(name, self.bucket.synchronize(report))
 
     @torch.no_grad()
-    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+    def apply_mean(self, total: SparseSum, scale: float, decay: Mapping[float, Sequence[int]]) -> int:
         """Moves `start` by the mean displacement, and the parameters to `start`; returns the union's size."""
         self.task, outer = None, self.schedule.outer
         total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)

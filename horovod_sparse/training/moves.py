@@ -127,7 +127,7 @@ class OwnMoves:
         """Subtracts moves from the parameters, undoes the last step ahead, and makes the one given."""
         undone, given = [(one.indices, one.before) for one in self.ahead], [*steps, *ahead]
         if undone or given:
-            _, before = self._parameters.replace(undone, again=given)
+            _, before = self._parameters.replace(undone, moves=given)
             moves = [Move(*step, old) for step, old in zip(given, before, strict=True)]
             self.moves += moves[: len(steps)]
             self.ahead, self._left = moves[len(steps) :], None
@@ -168,17 +168,17 @@ class OwnMoves:
         self._bucket.raise_if_failed({}, overflow)
         return total
 
-    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+    def apply_mean(self, total: SparseSum, scale: float, decay: Mapping[float, Sequence[int]]) -> int:
         """Replaces the oldest exchange's moves by their mean over ranks, after applying weight decay.
 
-        `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
+        `decay` is {factor: numbers of parameters}. Returns the size of the union.
         """
         exchange = self.in_flight.popleft()
         undone = [(one.indices, one.before) for one in (*self.ahead, *reversed(self.moves))]
         self.moves, self._left = self.moves[exchange.num_moves :], None
         later = [*self.moves, *self.ahead]
         again = [(move.indices, move.values) for move in later]
-        num_union, before = self._parameters.replace(undone, shrunk, total, scale, again)
+        num_union, before = self._parameters.replace(undone, decay, total, scale, again)
         for move, old in zip(later, before, strict=True):
             move.before = old
         self._bucket.last = exchange.report
@@ -270,9 +270,9 @@ class JointMoves:
         total: SparseSum = self.task.value()
         return total
 
-    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+    def apply_mean(self, total: SparseSum, scale: float, decay: Mapping[float, Sequence[int]]) -> int:
         self.task = None
-        num_union, _ = self._part.parameters.replace((), shrunk, total, scale)
+        num_union, _ = self._part.parameters.replace((), decay, total, scale)
         self._part.bucket.accept()
         return int(num_union)
 

@@ -64,32 +64,32 @@ class Parameters:
 
     def replace(
         self,
-        undone: Sequence[tuple[Indices, Any]] = (),
-        shrunk: Mapping[float, Sequence[int]] | None = None,
+        old_values: Sequence[tuple[Indices, Any]] = (),
+        decay: Mapping[float, Sequence[int]] | None = None,
         total: SparseSum | None = None,
         scale: float = 1.0,
-        again: Sequence[tuple[Indices, Values]] = (),
+        moves: Sequence[tuple[Indices, Values]] = (),
     ) -> tuple[int, list[Any]]:
         """Restores old values, multiplies by weight decay, subtracts a sum over ranks, then further moves.
 
-        Positions in `undone` and `again` are ascending and unique; `shrunk` maps a factor to the numbers of
-        parameters. Returns the number of different positions in the sum, and the values at those of `again`
-        before each, which later calls take as `undone`.
+        Indices in `old_values` and `moves` are ascending and unique; `decay` is {factor: parameter numbers}.
+        Returns how many different indices the sum has, and the values at the indices of `moves` before each,
+        which later calls take as `old_values`.
         """
-        factor_of = {number: factor for factor, numbers in (shrunk or {}).items() for number in numbers}
+        factor_of = {number: factor for factor, numbers in (decay or {}).items() for number in numbers}
         placed = [
             (array, start, factor_of.get(number, 1.0))
             for number, (array, (start, _)) in enumerate(zip(self.arrays(), self.spans, strict=True))
         ]
         if total is None or not total.whole:
             given = None if total is None else (total.indices, scaled(total, scale))
-            replaced = sparse_vectors.replace_moves(placed, undone, given, again)
+            replaced = sparse_vectors.replace_moves(placed, old_values, given, moves)
         else:
-            sparse_vectors.replace_moves(placed, undone)
+            sparse_vectors.replace_moves(placed, old_values)
             values, plain = scaled(total, scale), [(array, start, 1.0) for array, start, _ in placed]
             for (array, *_), span in zip(placed, self.spans, strict=True):
                 array -= values[slice(*span)]
-            replaced = len(values), sparse_vectors.replace_moves(plain, again=again)[1]
+            replaced = len(values), sparse_vectors.replace_moves(plain, again=moves)[1]
         self.after_write()
         return replaced
 
