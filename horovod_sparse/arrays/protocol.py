@@ -91,7 +91,7 @@ class FoldRule:
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
         if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
-            raise ArgumentError("moment", self.moment, "a second moment's decay in (0, 1), momentum=None")
+            raise ArgumentError("moment", self.moment, "a second moment's decay in (0, 1), no momentum")
 
     @functools.cached_property
     def num_companions(self) -> int:

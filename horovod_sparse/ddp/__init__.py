@@ -78,7 +78,7 @@ def attach(
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, its text or a recipe; for dense training attach nothing"
             if isinstance(compression, (torch.nn.Module, torch.optim.Optimizer)):
-                allowed = 'a text or a recipe second, as in attach(model, "best", optimizer)'
+                allowed = 'a sparsifier, as in attach(model, "best", optimizer): are arguments swapped?'
             raise ArgumentError("compression", compression, allowed)
         settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
         if not isinstance(model, torch.nn.Module):
@@ -135,7 +135,7 @@ def _make_gradient_synchronizer(
             )
         if not model.require_backward_grad_sync:
             raise UnsupportedError(
-                "the model does not synchronize gradients: leave no_sync(), or end its LocalSteps or attach"
+                "the model does not synchronize gradients: end LocalSteps, another attach or no_sync() first"
             )
         raise_if_hooked(model)
     if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):
