@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     settings = {name: getattr(options, name) for name in ("model", "repeat", "iterations")}
     settings["sparsifiers"] = {"topk": f"topk:density={options.density}"}
     (num_ranks,), (network,) = options.hosts, options.networks or ["gloo"]
-    with cluster_for(num_ranks, options.rate, options.name) as hosts:
+    with cluster_for(num_ranks, options.rate) as hosts:
 
         def run(profile: Any, methods: Sequence[str], names: int) -> dict[str, Any]:
             asked = {**settings, "profile": profile, "methods": list(methods), "names": names}

@@ -1,4 +1,4 @@
-"""Running a measurement on the hosts of `scripts/cluster`, on a running cluster or on one of its own."""
+"""Running a measurement on hosts of `scripts/cluster`, which are made for it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ class Hosts:
 
     Attributes:
         name: of the cluster.
-        num_hosts: it has.
         rate: of its ports.
     """
 
     name: str
-    num_hosts: int
     rate: str
 
     def run(
@@ -95,49 +93,36 @@ class Hosts:
             return json.loads(answered.read_text())
 
 
-def cluster_command(*arguments: str) -> str:
-    """Runs `scripts/cluster`; returns what it prints."""
+def cluster_command(*arguments: str) -> None:
+    """Runs `scripts/cluster`."""
     if not _SCRIPT.exists():
         raise BenchmarkError("scripts/cluster is not here: measure in a clone of horovod_sparse")
     command = [str(_SCRIPT), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
         raise BenchmarkError(f"scripts/cluster {' '.join(arguments)}: {result.stderr.strip()}")
-    return result.stdout
 
 
 @contextlib.contextmanager
-def cluster_for(
-    num_hosts: int | None, rate: str | None, name: str = "cluster", latency: str = "0ms"
-) -> Iterator[Hosts]:
-    """A cluster of so many hosts: the running one of that name where it fits, else one for this time only.
+def cluster_for(num_hosts: int, rate: str, latency: str = "0ms") -> Iterator[Hosts]:
+    """A cluster of so many hosts, for this time only.
 
     Args:
-        num_hosts: at least so many; None takes what the running one has, 8 without one.
-        rate: of their ports; None takes what the running one has, 1gbit without one.
-        name: of the cluster to look for.
+        num_hosts: it has.
+        rate: of their ports.
         latency: that is added to every message of its hosts.
 
     Raises:
         BenchmarkError: if this machine permits no cluster.
     """
-    running = {item["name"]: item for item in json.loads(cluster_command("status"))}
-    found = running.get(name)
-    if (
-        found is not None
-        and (rate or found["rate"], latency) == (found["rate"], found["latency"])
-        and len(found["hosts"]) >= (num_hosts or 2)
-    ):
-        yield Hosts(name, len(found["hosts"]), found["rate"])
-        return
-    own, rate, num_hosts = f"bench-{os.getpid()}", rate or "1gbit", num_hosts or 8
+    name = f"bench-{os.getpid()}"
     with _ended_tidily():
         try:
             shape = "--hosts", str(num_hosts), "--rate", rate, "--latency", latency
-            cluster_command("up", "--name", own, *shape)
-            yield Hosts(own, num_hosts, rate)
+            cluster_command("up", "--name", name, *shape)
+            yield Hosts(name, rate)
         finally:
-            cluster_command("down", "--name", own)
+            cluster_command("down", "--name", name)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def bench_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
     add("--repeat", type=count, default=10, help="repetitions (default %(default)s)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    add("--json", metavar="FILE", help="write JSON to FILE")
     return parser
 
 
@@ -56,9 +56,8 @@ def hosts_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """The command line that all measurements across hosts have."""
     parser = bench_parser(name, about)
     add = parser.add_argument
-    add("--hosts", type=_host_counts, help="P, or several with commas (default: all that are up, or 8)")
-    add("--rate", help="of every port, or several with commas (default: the running cluster's, or 1gbit)")
-    add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
+    add("--hosts", type=_host_counts, default=[8], help="P, or several with commas (default 8)")
+    add("--rate", default="1gbit", help="of every port, or several with commas (default %(default)s)")
     for network in NETWORKS:
         text = "what carries collectives; several are measured one after the other (default --gloo)"
         add(f"--{network}", dest="networks", action="append_const", const=network, help=text)
@@ -151,10 +150,10 @@ def launches(
         settings_for: called with a number of hosts.
     """
     found = []
-    for rate in options.rate.split(",") if options.rate else [None]:
-        with cluster_for(max(options.hosts) if options.hosts else None, rate, options.name) as hosts:
+    for rate in options.rate.split(","):
+        with cluster_for(max(options.hosts), rate) as hosts:
             for network in options.networks or ["gloo"]:
-                for num_hosts in options.hosts or [hosts.num_hosts]:
+                for num_hosts in options.hosts:
                     num_ranks = num_hosts * getattr(options, "ranks_per_host", 1)
                     how = {"network": network, "num_ranks": num_ranks}
                     found += [launch(module, one, options, hosts, **how) for one in settings_for(num_hosts)]
@@ -168,12 +167,10 @@ def command_line(name: str, arguments: Sequence[str]) -> str:
         >>> command_line("sync", ["--hosts", "2", "--json", "x.json", "--mpi"])
         'scripts/bench sync --hosts 2 --mpi'
     """
-    words, kept = list(arguments), list[str]()
-    while words:
-        word = words.pop(0)
+    words, kept = iter(arguments), list[str]()
+    for word in words:
         if word == "--json":
-            if words and not words[0].startswith("--"):
-                words.pop(0)
+            next(words)
         elif not word.startswith("--json="):
             kept.append(word)
     return shlex.join(["scripts/bench", name, *kept])
@@ -193,15 +190,11 @@ def carry_out(
     except HorovodSparseError as error:
         print(f"\nbench {name}: {error}", file=sys.stderr)
         return 1
-    if getattr(options, "add", False) and options.json not in (None, "-") and Path(options.json).exists():
+    if getattr(options, "add", False) and options.json and Path(options.json).exists():
         before = json.loads(Path(options.json).read_text())
         result["launches"] = before["launches"] + result["launches"]
         result["command"] = f"{before['command']}; {result['command']}"
-    text = json.dumps(result, indent=1)
-    # tables go where they do not mix with JSON
-    print(table(result), file=sys.stderr if options.json == "-" else sys.stdout)
-    if options.json == "-":
-        print(text)
-    elif options.json:
-        Path(options.json).write_text(text + "\n")
+    print(table(result))
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     return 0

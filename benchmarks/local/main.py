@@ -6,7 +6,6 @@ On one core, or with `--device cuda` on a GPU.
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import torch
@@ -28,18 +27,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.device != "cpu":  # messages are decoded on the host
         everything = [work for work in everything if not work.name.startswith("decode")]
     everything = [work for work in everything if any(word in work.name for word in options.only)]
-    # the thread's time is like the wall clock, but without what other processes take from the core
-    clock = time.thread_time if options.cpu_time else time.perf_counter
-    timings = timing.measure(
-        works.baseline(), everything, options.repeat, seconds=lambda work: works.seconds(work, clock)
-    )
+    timings = timing.measure(works.baseline(), everything, options.repeat, seconds=works.seconds)
     needed = [
         works.extra_memory(lambda memory, name=name: steps.run(steps.bucket(name, memory)))  # type: ignore[misc]
         for name in ("topk", "exdyna")
     ]
     facts = {
         "ranks": options.ranks,
-        "clock": "cpu" if options.cpu_time else "wall",
         "device": options.device,
         "extra_memory": max((share for share in needed if share is not None), default=None),
         "baseline": timings[0].name,
@@ -55,8 +49,6 @@ def parser() -> argparse.ArgumentParser:
     made = timing.rank_parser("local", __doc__, 0.001)
     add = made.add_argument
     add("--ranks", type=count, default=8, help="P (default %(default)s)")
-    text = "count the thread's CPU time, not the wall clock (busy machines)"
-    add("--cpu-time", action="store_true", help=text)
     text = "only what has one of these words in its name, such as topk,decode"
     add("--only", type=lambda text: text.split(","), default=[""], metavar="WORDS", help=text)
     add("--device", default="cpu", help="cpu, or a device of PyTorch (default %(default)s)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +55,8 @@ class Works:
         """Writes the mean over ranks into the gradient; without indices it has all elements."""
         kernels.apply_scaled_sum(self.gradient, indices, values, 1.0 / self.num_ranks)
 
-    def seconds(self, work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
-        return seconds_by(work, clock)
+    def seconds(self, work: Work) -> float:
+        return seconds_by(work)
 
     def extra_memory(self, step: Callable[[Accumulator], None]) -> float | None:
         """Returns what a step needs beyond residual and gradient, as a share of it; None if unknown."""
@@ -145,9 +144,9 @@ class DeviceWorks(Works):
         whole = [(0, self.num_elements)]
         self._memory.write([self.gradient], whole, indices, values, 1.0 / self.num_ranks)
 
-    def seconds(self, work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
+    def seconds(self, work: Work) -> float:
         if self._device.type != "cuda":
-            return super().seconds(work, clock)
+            return super().seconds(work)
         work.prepare()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self._device)

@@ -34,9 +34,7 @@ from benchmarks.studies import (
     sizes,
 )
 from benchmarks.studies.papers import sixteen, tables, trainings
-from benchmarks.studies.study import ROOT, Result, measured
-
-__all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
+from benchmarks.studies.study import MEASUREMENTS, ROOT, Result, measured
 
 STUDIES = (
     *(one.STUDY for one in (adamw, convergence, lengths, local, networks, passes, sizes)),
@@ -44,15 +42,14 @@ STUDIES = (
 )
 #: by name of the measurement, and of a table of it; the tables of others are those of launches
 TABLES: dict[str, Callable[[Result], str]] = {
-    **{study.file.stem: study.table for study in STUDIES},
-    **dict.fromkeys(("merging_hosts", "merging_names"), hosts_table),
+    **{one.file.stem: one.table for one in STUDIES},
+    **dict.fromkeys((file.stem for file in MEASUREMENTS.glob("merging_*.json")), hosts_table),
     **dict.fromkeys(("frameworks", "local", "optimizer_steps"), timings_table),
     "demo": demo.table,
     "merging": plans.tables,
     "matrix": matrix_table,
-    "merging_vgg16_cifar": tables.plans_on_hosts,
-    "paper_workers": tables.workers_on_hosts,
-    "paper_densities": tables.densities,
+    "paper_workers": partial(tables.beside_spardl, fact="ranks", shown="P = {:g}"),
+    "paper_densities": partial(tables.beside_spardl, fact="density", shown="density {:g}"),
     "sparse_allreduce": allreduce.tables,
     "train_parts": tables.parts,
 }
@@ -98,6 +95,17 @@ def stale() -> Iterator[tuple[Path, Callable[[], object]]]:
 
 def _save(path: Path, make: Callable[[Any], Figure], found: Any, made_of: str) -> None:
     make(found).savefig(path, dpi=110, metadata={"Software": None, "made of": made_of})
+
+
+def study(arguments: Sequence[str]) -> int:
+    """`scripts/study NAME`: runs a study, and makes pages and pictures anew."""
+    studies = {one.name: one for one in STUDIES}
+    name, *rest = arguments or ["--help"]
+    if name not in studies:
+        print(f"scripts/study NAME [--help]: one of {', '.join(sorted(studies))}", file=sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    studies[name].main(rest)
+    return main([])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

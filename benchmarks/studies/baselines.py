@@ -16,8 +16,6 @@ import torch
 import torch.distributed
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-__all__ = ["BASELINES", "Baseline", "Exchange"]
-
 #: (gradients of all ranks [n] each, step, learning rate) -> (what is applied [n], bytes that a rank sent)
 Exchange: TypeAlias = Callable[[Sequence[torch.Tensor], int, float], tuple[torch.Tensor, float]]
 Shapes: TypeAlias = Sequence[torch.Size]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies.study import Result, Study, example, horovodrun, launched, markdown
+from benchmarks.studies.study import ROOT, Result, Study, launched, markdown
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 2
@@ -78,9 +78,11 @@ def dense_beside(variant: str) -> str:
 def measure(run: str) -> Result:
     """Launches a row with a seed."""
     variant, _, seed = run.rpartition("/seed ")
-    command = horovodrun(4 if FOUR in variant else SIZE, example("pytorch_mnist"))
+    size, examples = 4 if FOUR in variant else SIZE, ROOT / "examples"
+    command = ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(size), "python"]
+    command.append(f"{examples}/pytorch_mnist.py")
     if DDP in variant:
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(SIZE), example("ddp_digits")]
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(SIZE), f"{examples}/ddp_digits.py"]
     each = HOSTS.get(variant.rpartition(", ")[2], "1")
     return launched([*command, *variants()[variant], "--seed", seed], HOROVOD_SPARSE_RANKS_PER_HOST=each)
 

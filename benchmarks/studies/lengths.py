@@ -81,11 +81,7 @@ def measure(name: str) -> Result:
         return passes.launch(SIZE, __name__, name)
     option, _, count = exchange.removeprefix(", ").partition("=")
     make, options = partial(adamw, rate=rate, setting=setting), {option: int(count)}
-    found = passes.trained(TASKS[task](), make, sent, options, setting, rate, seed)
-    if "diverged" in found:
-        return found
-    training, held_out = found.pop("training") / math.log(2), found.pop("test")
-    return {"bits": round(held_out, 4), "training_bits": round(training, 4), **found}
+    return passes.in_bits(passes.trained(TASKS[task](), make, sent, options, setting, rate, seed))
 
 
 def table(result: Result) -> str:

@@ -178,7 +178,7 @@ def measure(name: str) -> Result:
         settings = {"curve": method, "rate": float(learning_rate.removeprefix("rate "))}
     else:
         rate, latency = name.split(", ")
-    with cluster_for(SIZE, rate, "networks", latency) as hosts:
+    with cluster_for(SIZE, rate, latency) as hosts:
         found: Result = hosts.run(__name__, settings, num_ranks=SIZE, on_progress=print)
     return {key: value for key, value in found.items() if key != "ranks"}
 

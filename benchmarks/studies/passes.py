@@ -142,6 +142,14 @@ def trained(
     return {SCORE: training, "test": test, "num_elements": count, "bytes_per_step": round(sent)}
 
 
+def in_bits(found: Result) -> Result:
+    """What a text model's training found, with its scores in bits."""
+    if "diverged" in found:
+        return found
+    training, held_out = found.pop("training") / math.log(2), found.pop("test")
+    return {"bits": round(held_out, 4), "training_bits": round(training, 4), **found}
+
+
 def row(task: str, size: int, method: str) -> str:
     """A training but for rate and seed."""
     return f"{task}, P={size}/{method}"

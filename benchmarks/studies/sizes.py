@@ -116,16 +116,9 @@ def measure(name: str, tokens: Path | None = None) -> Result:
                 state["exp_avg_sq"] /= size
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = passes.trained(
-        task_of(cell, tokens), make, text, options, setting, rate, seed, device=device, after_step=after_step
-    )
-    if "diverged" in found:
-        return found
-    return {
-        SCORES[0]: round(found.pop("training") / math.log(2), 4),
-        SCORES[1]: round(found.pop("test"), 4),
-        **found,
-    }
+    more: dict[str, Any] = {"device": device, "after_step": after_step}
+    found = passes.trained(task_of(cell, tokens), make, text, options, setting, rate, seed, **more)
+    return passes.in_bits(found)
 
 
 def table(result: Result) -> str:

@@ -173,13 +173,3 @@ def launched(command: Sequence[str], timeout_s: float = 1200, **variables: str) 
         for name, value in run.items()
         if not name.endswith("seconds")
     }
-
-
-def horovodrun(size: int, *words: str) -> list[str]:
-    """A launch of Python with these words."""
-    return ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(size), "python", *words]
-
-
-def example(name: str) -> str:
-    """The path of an example."""
-    return str(ROOT / "examples" / f"{name}.py")

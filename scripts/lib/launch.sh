@@ -31,7 +31,10 @@ launch() {
         fi
         launcher+=(-np "$size")
     fi
-    timeout --kill-after=15 "$seconds" "${launcher[@]}" bash "$root/scripts/lib/one_rank.sh" "$folder" "$@" \
+    # Horovod's own launcher sets the first, Open MPI the second, Hydra (MPICH) the third.
+    # shellcheck disable=SC2016  # expanded by each rank
+    local rank='exec "$@" >"$0/rank-${HOROVOD_RANK:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}}.log" 2>&1 </dev/null'
+    timeout --kill-after=15 "$seconds" "${launcher[@]}" bash -c "$rank" "$folder" "$@" \
         >"$folder/launcher.log" 2>&1 </dev/null
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies.study import MEASUREMENTS, load, markdown
+from benchmarks.studies.study import markdown
 
 
 def ranks(result: dict[str, Any]) -> str:
@@ -41,16 +41,13 @@ def residuals(result: dict[str, Any]) -> str:
     return markdown(["residuals", "seeds", "test accuracy", "loss, last 20 steps"], rows)
 
 
-def launches_by(result: dict[str, Any], fact: str) -> dict[float, dict[str, float]]:
-    """By that fact of a launch, seconds of communication by method: of `scripts/bench allreduce`."""
-    found: dict[float, dict[str, float]] = {}
+def beside_spardl(result: dict[str, Any], fact: str, shown: str) -> str:
+    """SparDL's Figs. 12 and 13, measured, or 16: seconds of communication by that fact of a launch."""
+    by_fact: dict[float, dict[str, float]] = {}
     for launch in result["launches"]:
-        row = found.setdefault(launch[fact], {})
+        row = by_fact.setdefault(launch[fact], {})
         row |= {item["method"]: item["communication"]["seconds"]["median"] for item in launch["results"]}
-    return dict(sorted(found.items()))
-
-
-def _beside_spardl(found: dict[float, dict[str, float]], shown: str) -> str:
+    found = dict(sorted(by_fact.items()))
     methods = list(dict.fromkeys(name for row in found.values() for name in row))
     rows = []
     for method in methods:
@@ -58,32 +55,6 @@ def _beside_spardl(found: dict[float, dict[str, float]], shown: str) -> str:
         cells = ["-" if mine is None else f"{1e3 * mine:.1f} ({mine / one:.2f})" for mine, one in seconds]
         rows.append([f"`{method}`", *cells])
     return markdown(["ms (by SparDL's)", *(shown.format(key) for key in found)], rows)
-
-
-def workers_on_hosts(result: dict[str, Any]) -> str:
-    """SparDL's Fig. 12, measured, and the teams of its Fig. 13."""
-    return _beside_spardl(launches_by(result, "ranks"), "P = {:g}")
-
-
-def densities(result: dict[str, Any]) -> str:
-    """SparDL's Fig. 16: communication by density."""
-    return _beside_spardl(launches_by(result, "density"), "density {:g}")
-
-
-def plans_on_hosts(found: dict[str, Any]) -> str:
-    """OMGS's Table VI beside what was predicted and measured here."""
-    rows = []
-    for name in ("vgg16_cifar", "inception_v4", "lstm_ptb"):
-        result = found if name == "vgg16_cifar" else load(MEASUREMENTS / f"merging_{name}.json")
-        for item in result["results"]:
-            seconds = item["seconds"]["median"]
-            times = [
-                f"{1e3 * item['predicted_seconds']:.0f}",
-                f"{1e3 * seconds:.0f}",
-                f"{item['error']:+.1%}",
-            ]
-            rows.append([name, item["method"], str(item["buckets"]), *times])
-    return markdown(["model", "plan", "buckets", "predicted ms", "measured ms", "off by"], rows)
 
 
 def parts(result: dict[str, Any]) -> str:

@@ -19,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "docs" / "measurements" / "matrix.json"
@@ -31,16 +30,8 @@ HOROVOD = ["tests/ranks/torch/test_conformance.py", "tests/ranks/torch/test_tran
 KERAS = "tests/ranks/tensorflow/test_keras.py"
 
 
-@dataclass(frozen=True)
-class Corner:
-    """A set of versions.
-
-    Attributes:
-        python: its version.
-        torch: PyTorch's.
-        tensorflow: its version, with Horovod; empty for PyTorch alone.
-        horovod: whether Horovod is built, or `horovod_sparse.ddp` tested without it.
-    """
+class Corner(NamedTuple):
+    """Versions; without TensorFlow's, if it is empty, and with Horovod, or `horovod_sparse.ddp` alone."""
 
     python: str
     torch: str
@@ -151,15 +142,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/check matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("corners", nargs="*", metavar="CORNER", help="which to run (default: all)")
-    add("--list", action="store_true", help="name all corners and run none")
+    parser.add_argument(
+        "corners", nargs="*", metavar="CORNER", help=f"of {', '.join(CORNERS)} (default: all)"
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.corners if name not in CORNERS]:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(CORNERS)}")
-    if options.list:
-        print(*(f"{name} {corner}" for name, corner in CORNERS.items()), sep="\n")
-        return 0
     found = json.loads(FILE.read_text())["corners"] if FILE.exists() else {}
     failed = False
     for name in options.corners or list(CORNERS):

@@ -1,6 +1,7 @@
 """Asked against reached: TCP transfers between the hosts of a cluster."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ def measure(cluster: Cluster, num_bytes: int) -> list[dict[str, Any]]:
     if cluster.num_hosts < 2:
         raise ClusterError("a transfer needs two hosts", f"Cluster {cluster.name!r} has one.")
     ring = [(index, (index + 1) % cluster.num_hosts) for index in range(cluster.num_hosts)]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends what it started, too
     with locked(cluster.folder / "run.lock", f"cluster {cluster.name!r} is busy with a run"):
         try:
             patterns = (("one pair", [(0, 1)]), ("ring, all at once", ring))
