@@ -158,23 +158,23 @@ def _examine_horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
 def _examine_settings(settings: Mapping[str, str]) -> Iterator[Finding]:
     """Yields findings about Horovod's environment variables that cost time or do nothing."""
 
-    def number(name: str, default: float) -> float:
+    def numeric_setting(name: str, default: float) -> float:
         try:
             return float(settings.get(f"HOROVOD_{name}") or default)
         except ValueError:
             return 0.0  # as Horovod reads it
 
-    cycle = number("CYCLE_TIME", 1.0)
+    cycle = numeric_setting("CYCLE_TIME", 1.0)
     if cycle <= 0.0:
         do = "A thread then polls on every rank: HOROVOD_CYCLE_TIME=0.5, or unset it"
         yield Finding("problem", "settings", "HOROVOD_CYCLE_TIME is 0 or no number", do)
     elif cycle >= 0.5:
         do = "Each round waits for the next cycle: try HOROVOD_CYCLE_TIME=0.2 if steps are short, and measure"
         yield Finding("advice", "cycle time", f"{cycle:g} ms", do)
-    if number("AUTOTUNE", 0.0):
+    if numeric_setting("AUTOTUNE", 0.0):
         do = "It tunes for the bytes of allreduces, of which few are left: unset it"
         yield Finding("advice", "settings", "HOROVOD_AUTOTUNE", do)
-    if number("STALL_CHECK_DISABLE", 0.0) or number("STALL_SHUTDOWN_TIME_SECONDS", 1.0) <= 0.0:
+    if numeric_setting("STALL_CHECK_DISABLE", 0) or numeric_setting("STALL_SHUTDOWN_TIME_SECONDS", 1) <= 0:
         do = "Ranks wait for ever for one that is gone: unset HOROVOD_STALL_*"
         yield Finding("advice", "settings", "no stall check", do)
 

@@ -182,7 +182,7 @@ def bucket_times(
     rank, size = watch.where.rank, watch.where.size
     per_rank = size if sparsifier.density_scope == "per rank" else 1
 
-    def measured(num_elements: int) -> Synchronization[list[list[float]]]:
+    def measure_size(num_elements: int) -> Synchronization[list[list[float]]]:
         rows: list[list[float]] = []
         for density in densities if sparsifier.has_density else densities[:1]:
             chosen = replace(sparsifier, density=density, schedule=None)
@@ -195,7 +195,7 @@ def bucket_times(
             rows += [[density * num_elements, per_rank * density * num_elements, *row] for row in found]
         return rows
 
-    return (yield from measure_by_size(measured, watch, bucket_elements, budget_seconds))
+    return (yield from measure_by_size(measure_size, watch, bucket_elements, budget_seconds))
 
 
 def _time_one_step(
@@ -274,12 +274,12 @@ def _time_collective(
 ) -> Synchronization[list[list[float]]]:
     request = make(num_bytes)
 
-    def once() -> Synchronization[Sequence[float]]:
+    def time_once() -> Synchronization[Sequence[float]]:
         started = watch.clock()
         yield request
         return (watch.clock() - started,)
 
-    return (yield from measure_repeatedly(once, watch, {type(request)}, slowest=False))
+    return (yield from measure_repeatedly(time_once, watch, {type(request)}, slowest=False))
 
 
 def _request_of_kind(kind: str, rank: int, size: int, num_bytes: int) -> Request:

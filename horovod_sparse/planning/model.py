@@ -260,25 +260,25 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     computation: list[BusyTime] = []
     messages: list[_Message] = []
 
-    def append_span(kind: str, seconds: float) -> float:
+    def append_busy_time(kind: str, seconds: float) -> float:
         start = computation[-1].end if computation else 0.0
         computation.append(BusyTime(kind, start, start + seconds))
         return start + seconds
 
     if workload.forward_seconds:
-        append_span("forward", workload.forward_seconds)
+        append_busy_time("forward", workload.forward_seconds)
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
-        ready, number = append_span("backward", seconds), bucket_of.get(parameter.name)
+        ready, number = append_busy_time("backward", seconds), bucket_of.get(parameter.name)
         if number is None:
             if packing := float(cost.dense_work.seconds(parameter.num_elements)):
-                ready = append_span("packing", packing)
+                ready = append_busy_time("packing", packing)
             size = parameter.num_bytes
             messages.append(_Message("dense", ready, float(cost.dense.seconds(size)), size))
             continue
         missing[number] -= 1
         if missing[number] == 0:
             total = sum(elements[name] for name in plan.buckets[number])
-            ready = append_span("selection", float(cost.selection.seconds(total)))
+            ready = append_busy_time("selection", float(cost.selection.seconds(total)))
             messages.append(_Message("sparse", ready, float(cost.communication.seconds(total))))
     return Timeline(tuple(computation), tuple(_predict_network(messages, cost)))
 

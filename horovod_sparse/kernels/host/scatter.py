@@ -236,7 +236,7 @@ def narrow(numbers: Array, dtype: Any) -> Array:
     return np.where(np.isnan(numbers), quiet, rounded).astype(np.uint16)
 
 
-def _flat(dense: Array) -> Array:
+def _checked_flat(dense: Array) -> Array:
     if not dense.flags.carray or not dense.dtype.isnative:
         raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")
     return native_bits(dense)
@@ -257,7 +257,7 @@ def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.
     """
-    flat = _flat(dense)
+    flat = _checked_flat(dense)
     return apply_scaled_sums([dense], [(0, flat.size)], indices, values, scale)
 
 
@@ -269,7 +269,7 @@ def apply_scaled_sums(
     scale: float,
 ) -> int:
     """Does what `apply_scaled_sum` does, for a bucket's arrays, each with its [start, stop) in the bucket."""
-    flats = [_flat(array) for array in arrays]
+    flats = [_checked_flat(array) for array in arrays]
     kind, num_elements = flats[0].dtype, spans[-1][1]
     if indices is None:
         if len(values) != num_elements:

@@ -38,10 +38,10 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
 def blank_message(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
     """Returns a message whose header is written; the caller writes units and codes, from word `HEADER` on."""
     length = quantized_words(code, num_elements, dtype)
-    return empty_message(length, num_elements, report, _format_code(code, num_elements))
+    return empty_message(length, num_elements, report, _format_word(code, num_elements))
 
 
-def _format_code(code: Quantization, num_elements: int) -> int:
+def _format_word(code: Quantization, num_elements: int) -> int:
     # 128 to 255 is no selection's code; groups of another length are met by the message's
     return format_tag(0x80 | code.levels, num_elements)
 
@@ -58,7 +58,7 @@ def sum_quantized(
             f"{num_elements} elements): all ranks must use the same sparsifier, dtype and model"
         )
     messages = words.reshape(size, length)
-    wanted = np.array([-length, num_elements, _format_code(code, num_elements)])
+    wanted = np.array([-length, num_elements, _format_word(code, num_elements)])
     wrong = (messages[:, [0, 1, HEADER_WORDS]] != wanted).any(1)
     wrong |= (messages[:, 2] < 0) | (messages[:, 2] > num_elements + 1)
     if wrong.any():

@@ -74,7 +74,7 @@ class TeamLayout:
         # of a block, B-SAG may leave as few elements as one team gives
         exact = recursive
 
-        def ends(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
+        def bounds(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
             return words_of(count if exact else -(-count // d)), words_of(count)
 
         def traffic_of(kind: type, ranges: list[tuple[int, int]]) -> Traffic:
@@ -93,7 +93,7 @@ class TeamLayout:
                 for stage in range(d.bit_length() - 1)
             ]
         else:
-            given = ends(lambda count: 1 + mail_words(count, 1, info, wire), quota)
+            given = bounds(lambda count: 1 + mail_words(count, 1, info, wire), quota)
             rounds += [traffic_of(Exchange, [given] * num_sent) for num_sent in bruck_counts(d)]
 
         def block_words(count: int) -> int:
@@ -101,7 +101,7 @@ class TeamLayout:
 
         for num_sent in bruck_counts(self.team_size):
             blocks = [(position + offset) % self.team_size for offset in range(num_sent)]
-            rounds.append(traffic_of(Exchange, [ends(block_words, self.quota(block)) for block in blocks]))
+            rounds.append(traffic_of(Exchange, [bounds(block_words, self.quota(block)) for block in blocks]))
         return tuple(rounds)
 
 
