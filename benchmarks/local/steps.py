@@ -125,7 +125,7 @@ class StepWorks:
         if isinstance(bucket.state, ExDynaState):  # and windows lie where the others' messages come from
             fresh: Any = bucket.recipe.sparsifier.init(bucket.info)
             bucket.state = replace(bucket.state, partitions=fresh.partitions)
-        coroutine = bucket.step(self._works.foldable())
+        coroutine = bucket.step(self._works.fold_input())
         request = next(coroutine)
         try:
             while True:

@@ -43,7 +43,7 @@ class Works:
     def accumulator(self, companions: int = 0) -> Accumulator:
         return HostAccumulator(self.num_elements, density=self.density, companions=companions)
 
-    def foldable(self) -> Any:
+    def fold_input(self) -> Any:
         """Returns the gradient as the front ends fold it: it stays readable until its sum is there."""
         return GradientParts([self.gradient])
 
@@ -134,7 +134,7 @@ class DeviceWorks(Works):
         more = {"companions": companions, "device": self._device}
         return TorchAccumulator(self.num_elements, density=self.density, **more)
 
-    def foldable(self) -> Any:
+    def fold_input(self) -> Any:
         return self.gradient
 
     def refill(self) -> None:
