@@ -43,7 +43,7 @@ class _Channel:
     message is sent in two parts.
     """
 
-    #: of the lane's first tag
+    #: first tag of the carrier's lane
     first_tag: int
     number: int = 0
     room: int = _LEAST_ROOM
@@ -88,7 +88,7 @@ class Carrier:
 
     @classmethod
     def lanes(cls, group: dist.ProcessGroup, number: int) -> list[Carrier]:
-        """Returns carriers of one group, each with tags and offered memory of its own.
+        """Returns `number` carriers (lanes) of a group, each with message tags and memory of its own.
 
         So messages of as many batches are in flight at once, and find memory.
         """
@@ -112,7 +112,7 @@ class Carrier:
             ) from error
 
     def in_messages(self, request: Request) -> Synchronization[Any]:
-        """Carries out a collective by exchanges of messages between pairs of ranks, and sums over all."""
+        """Answers a collective by requests that `begin` knows: exchanges between pairs, and sums over all."""
         if request.level == "all":
             if isinstance(request, AllReduce):
                 return (yield request)
@@ -125,7 +125,7 @@ class Carrier:
         return (yield from answer_among(request, self.topology.group(request.level, self.rank), self.rank))
 
     def begin(self, request: Any) -> Callable[[], Any]:
-        """Sends messages; returns a function that waits for the result, and makes a sum in its turn."""
+        """Begins an exchange; returns a function that waits for its result. A sum begins in that function."""
         if not isinstance(request, Exchange):
             return functools.partial(self._all_reduce, request.buffer)
         return self._begin_exchange(request.sends, request.sources)
@@ -173,7 +173,7 @@ class Carrier:
         return lambda: self._end_exchange(coming, sent) | own
 
     def _end_exchange(self, coming: Sequence[Any], sent: Sequence[Any]) -> dict[int, np.ndarray]:
-        """Waits for messages, whose lengths may differ, and until this rank's are sent."""
+        """Waits until messages have arrived and this rank's are sent; returns {source: message}."""
         own = self._name_hash()
         messages, following = {}, []
         for rank, head, tag, work in coming:

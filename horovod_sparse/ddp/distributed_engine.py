@@ -132,7 +132,7 @@ class _ThreadState:
         self.idle_seconds = 0.0
 
     def advance(self, running: _Running, answer: Any = None) -> Callable[[], Any] | None:
-        """Runs a batch up to its next collective, which begins; returns None at the batch's end."""
+        """Resumes a batch and begins its next collective; returns what waits for it, None at the end."""
         with self.working:
             if self.failure is not None:  # the caller may have timed out, and rolled the step back
                 raise self.failure
@@ -230,7 +230,7 @@ def _end_threads(shared: _ThreadState, threads: Sequence[threading.Thread]) -> N
 
 
 def _run_batch(lane: Carrier, batch: _Batch) -> _Running:
-    """Runs tasks side by side, and begins their collectives in a lane."""
+    """Runs tasks side by side in a lane; yields for each collective a function that waits for it."""
     lane.name, answer = batch[0][0].name, None
     coroutine = translate_requests(side_by_side(batch), lane.in_messages)
     with contextlib.suppress(StopIteration):
