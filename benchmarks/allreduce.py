@@ -35,7 +35,7 @@ _OTHERS = ("topk", "topk_dsa", "gtopk", "oktopk", "oktopk:threshold_steps=4")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = hosts_parser("allreduce", __doc__)
     made.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
     made.add_argument(
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON."""
+    """Measures everything that the command line asks for; returns what is written to JSON."""
 
     def settings(num_ranks: int) -> list[dict[str, Any]]:
         text = options.sparsifiers
@@ -81,7 +81,7 @@ def _table(one: dict[str, Any]) -> str:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """A table for every launch, in Markdown, the best SparDL in bold."""
+    """Returns a Markdown table for every launch, with the best SparDL in bold."""
     parts = []
     for one in result["launches"]:
         network = "MPI" if one["network"].startswith("mpi") else "Gloo"
@@ -94,7 +94,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def recorded(coroutine: Synchronization[SparseSum], requests: list[Request]) -> Synchronization[SparseSum]:
-    """A synchronization whose requests are written down."""
+    """Runs a synchronization, and appends its requests to `requests`."""
     answer: Any = None
     while True:
         try:
@@ -107,13 +107,13 @@ def recorded(coroutine: Synchronization[SparseSum], requests: list[Request]) -> 
 
 
 def replayed(requests: Sequence[Request]) -> Synchronization[None]:
-    """The same messages in the same order, one round after the other, and nothing in between."""
+    """Sends the same messages in the same order, with no computation in between."""
     for request in requests:
         _answer = yield request
 
 
 class Method(ranks.Measurable):
-    """One sparse all-reduce.
+    """Measures one sparse all-reduce.
 
     Every repetition selects from the gradient alone (no residual), so that all methods sum up alike, and
     thresholds that follow the last step meet gradients like those of the last step. All methods share the
@@ -154,7 +154,7 @@ class Method(ranks.Measurable):
 
 
 class Messages(ranks.Measurable):
-    """The messages of a method's last repetition alone."""
+    """Measures the messages alone of a method's last repetition."""
 
     num_warmup = Method.num_warmup
 
@@ -168,7 +168,7 @@ class Messages(ranks.Measurable):
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
-    """Every method in turn, and its messages alone."""
+    """Measures every method in turn, and its messages alone; called on every rank."""
     source = GradientSource(random_layers(settings["elements"]), hvd.rank())
     memory = HostAccumulator(settings["elements"], density=settings["density"])
     driver = HorovodDriver()

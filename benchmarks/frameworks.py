@@ -23,7 +23,7 @@ _BUDGET = 1.5
 
 
 def _pytorch_step(text: str, gradient: np.ndarray) -> Work:
-    """Backward's last hook, and `synchronize()`; putting the gradient there is not timed."""
+    """Returns the work of PyTorch's step: backward's last hook and `synchronize()`; the gradient is given."""
     import torch
 
     import horovod_sparse.torch as hvd
@@ -49,7 +49,7 @@ def _pytorch_step(text: str, gradient: np.ndarray) -> Work:
 
 
 def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
-    """One call of the function that a tape or an optimizer calls, gradient in and gradient out."""
+    """Returns the work of TensorFlow's step: one call of the function that tapes and optimizers call."""
     import tensorflow as tf
 
     import horovod_sparse.tensorflow as hvd
@@ -65,7 +65,7 @@ def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON."""
+    """Measures everything that the command line asks for; returns what is written to JSON."""
     # As stock: one rank alone synchronizes nothing, unless others may join it.
     os.environ.setdefault("HOROVOD_ELASTIC", "1")
 
@@ -86,7 +86,7 @@ tables = timings_table
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = timing.rank_parser("frameworks", __doc__, 0.001)
     made.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
     return made

@@ -42,7 +42,7 @@ tables = hosts_table
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = hosts_parser("merging", __doc__)
     made.set_defaults(density=0.01, hosts=[4], repeat=7)
     add = made.add_argument
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _methods(text: str) -> tuple[str, ...]:
-    """Names of some of `METHODS`.
+    """Parses names of `METHODS`.
 
     Example:
         >>> _methods("single,cost, optimal,optimal")
@@ -69,7 +69,7 @@ def _methods(text: str) -> tuple[str, ...]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON.
+    """Measures everything that the command line asks for; returns what is written to JSON.
 
     One launch measures, and goes on with the plan of ``merging="optimal"``. Then every plan has a launch of
     its own, as a training that was given the profile. In one process after the other plans it would be
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Training(ranks.Measurable):
-    """A network under one plan, whose repetition is several iterations one behind the other.
+    """Trains a network under one plan; a repetition is several iterations.
 
     Args:
         name: in results.
@@ -132,13 +132,13 @@ class Training(ranks.Measurable):
             self.parts[part] = self.parts.get(part, 0.0) + seconds / self.iterations
 
     def facts(self) -> dict[str, float]:
-        """What the last iteration was made of, beside backward."""
+        """Returns the last iteration's seconds by part, beside backward."""
         last = self.optimizer.telemetry.last
         names = ("fold_seconds", "select_seconds", "wait_seconds", "apply_seconds", "bytes_sent")
         return {name: float(getattr(last, name)) for name in names}
 
     def result(self, repeat: int, profile: Profile) -> dict[str, Any]:
-        """Measures, and predicts an iteration by the profile."""
+        """Returns the measured iteration, and the one that the profile predicts."""
         measured = ranks.measure_methods([self], repeat)[self.name]
         per_iteration = {
             name: {key: float(f"{value / self.iterations:.6g}") for key, value in measured[name].items()}
@@ -166,7 +166,7 @@ class Training(ranks.Measurable):
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
-    """Every plan in turn; without a profile that of "optimal", measured first."""
+    """Measures every plan in turn; without a profile measures one first. Called on every rank."""
     repeat = settings["repeat"]
     if settings["profile"] is None:
         training = Training(GOES_ON, settings, None)

@@ -32,7 +32,7 @@ _SCHEDULES = (1, 0), (4, 0), (1, 1)
 
 
 class _Model:
-    """A model of one parameter, whose optimizer steps by noise around a gradient that stays."""
+    """A model of one parameter, whose gradient is a fixed one with noise."""
 
     def __init__(self, num_elements: int, made: Any) -> None:
         self.net = torch.nn.ParameterList([torch.nn.Parameter(0.02 * torch.randn(num_elements))])
@@ -70,7 +70,7 @@ def _resident_bytes() -> int:
 
 
 def bytes_kept(name: str, num_elements: int, kept: float) -> dict[str, float]:
-    """Bytes per parameter that stay after 20 steps, beside parameters and gradients."""
+    """Returns bytes per parameter that are kept after 20 steps, beside parameters and gradients."""
 
     def of(schedule: tuple[int, int] | None) -> float:
         model = _Model(num_elements, OPTIMIZERS[name][0])
@@ -90,7 +90,7 @@ def bytes_kept(name: str, num_elements: int, kept: float) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON."""
+    """Measures everything that the command line asks for; returns what is written to JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -107,5 +107,5 @@ tables = timings_table
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     return timing.rank_parser("passes", __doc__, 0.01)

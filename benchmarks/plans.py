@@ -52,7 +52,7 @@ PAPER: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class SortingTime(AffineTime):
-    """``seconds = gamma * n * log2(n)``: top-k by sorting n elements.
+    """The time of top-k by sorting n elements: ``gamma * n * log2(n)``.
 
     Source: OMGS-SGD, Eq. (10), which has a factor rho (the density) besides; the paper's own gamma of
     2.2e-10 s is that of the form without it (its public program has 2.19e-10 and no rho), and with it
@@ -63,7 +63,7 @@ class SortingTime(AffineTime):
         super().__init__(0.0, gamma_seconds)
 
     def seconds(self, amount: Any) -> Any:
-        """Seconds for n elements, or for every n of an array."""
+        """Returns the seconds for n elements, or for every n of an array."""
         if np.ndim(amount):
             amounts = np.asarray(amount, np.float64)
             return self.seconds_per_unit * amounts * np.log2(np.maximum(amounts, 1.0))
@@ -75,7 +75,7 @@ _OMGS_GIGABIT = {2: (1.6e-3, 1.0e-8), 4: (2.7e-3, 1.3e-8), 8: (4.0e-3, 1.5e-8), 
 
 
 def omgs_cost(size: int, density: float) -> CostModel:
-    """The constants that OMGS-SGD was evaluated with: P102-100 GPUs, 1 Gbit/s Ethernet.
+    """Returns the cost model that OMGS-SGD was evaluated with: P102-100 GPUs, 1 Gbit/s Ethernet.
 
     ``t_s = 2.19e-10 n log2 n``, ``t_c = 2 (a + b * 4 P d n)``: one allgather for values, one for indices.
 
@@ -96,12 +96,12 @@ def omgs_cost(size: int, density: float) -> CostModel:
 
 
 def seconds(workload: Workload, plan: Plan, cost: CostModel) -> float:
-    """Of an iteration."""
+    """Returns the predicted seconds of an iteration."""
     return predict(workload, plan, cost).iteration_seconds
 
 
 def random_inputs(count: int, layers: int, seed: int = 0) -> dict[str, Any]:
-    """Layers of 100 to 3 million elements, backward of 1 ms in the mean, constants over two decades."""
+    """Compares strategies on random layers (100 to 3 million elements, 1 ms of backward) and constants."""
     random, losses = np.random.default_rng(seed), []
     for _ in range(count):
         sizes = np.exp(random.uniform(np.log(100), np.log(3e6), layers)).astype(int)
@@ -126,7 +126,7 @@ def random_inputs(count: int, layers: int, seed: int = 0) -> dict[str, Any]:
 
 
 def table(name: str, size: int) -> dict[str, Any]:
-    """All strategies on a layer table with the paper's constants."""
+    """Predicts all strategies on a layer table with the paper's constants."""
     layers = layer_table(name)
     workload, cost = layers.workload, omgs_cost(size, layers.density)
     rows: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def table(name: str, size: int) -> dict[str, Any]:
 
 
 def random_table(result: Mapping[str, Any]) -> str:
-    """The greedy rule against the exact search on random inputs."""
+    """Returns a table of the greedy rule against the exact search on random inputs."""
     rows = [
         [
             *(f"{row[key]}" for key in ("layers", "inputs", "worse", "worse_by_1_percent")),
@@ -160,7 +160,7 @@ def random_table(result: Mapping[str, Any]) -> str:
 
 
 def paper_table(result: Mapping[str, Any]) -> str:
-    """The models of OMGS-SGD with its constants, beside its tables."""
+    """Returns a table of OMGS-SGD's models with its constants, beside its own numbers."""
     rows = []
     for one in result["tables"]:
         if one["size"] != 16:
@@ -175,7 +175,7 @@ def paper_table(result: Mapping[str, Any]) -> str:
 
 
 def loss_table(result: Mapping[str, Any]) -> str:
-    """How much longer the greedy plan's step is than the best one's, and buckets of both."""
+    """Returns a table of how much longer the greedy plan's step is than the best, and both plans' buckets."""
     rows = []
     for model in PAPER:
         cells = []
@@ -189,12 +189,12 @@ def loss_table(result: Mapping[str, Any]) -> str:
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """All of them."""
+    """Returns all tables."""
     return "\n\n".join(make(result) for make in (random_table, paper_table, loss_table))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = argparse.ArgumentParser(prog="scripts/bench plans", description=__doc__)
     made.add_argument("--json", default=str(FILE), metavar="FILE", help="(default %(default)s)")
     return made

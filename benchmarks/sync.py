@@ -38,7 +38,7 @@ tables = launch_tables
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = hosts_parser("sync", __doc__)
     add = made.add_argument
     add("--elements", type=count, default=25_600_000, help="n, one tensor (default %(default)s)")
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON."""
+    """Measures everything that the command line asks for; returns what is written to JSON."""
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     references = baselines(options.baselines, _BASELINES)
     names = list(sparsifiers)
@@ -79,7 +79,7 @@ _ASKED = requested_transport()
 
 
 class Gradient:
-    """One tensor's gradient, drawn anew for every synchronization."""
+    """Draws one tensor's gradient anew for every synchronization."""
 
     def __init__(self, num_elements: int) -> None:
         self._source = GradientSource(random_layers(num_elements), hvd.rank())
@@ -90,7 +90,7 @@ class Gradient:
 
 
 class Method(ranks.Measurable, abc.ABC):
-    """One way of synchronizing a gradient."""
+    """Base class of the ways to synchronize a gradient."""
 
     num_warmup = 1
 
@@ -103,7 +103,7 @@ class Method(ranks.Measurable, abc.ABC):
 
 
 class Dense(Method):
-    """Horovod's allreduce, in place, as its optimizer does it; perhaps in float16."""
+    """Synchronizes by Horovod's allreduce in place, as its optimizer does; perhaps in float16."""
 
     def __init__(self, name: str, gradient: Gradient, compression: Any) -> None:
         super().__init__(name, gradient)
@@ -129,7 +129,7 @@ class Dense(Method):
 
 
 class Naive(Method):
-    """The sparsifier that one writes first: `torch.topk` of magnitudes, and two allgathers.
+    """Synchronizes as one would first write it: `torch.topk` of magnitudes, and two allgathers.
 
     Indices travel as int32, which many programs do not bother to do.
     """
@@ -170,7 +170,7 @@ class Naive(Method):
 
 
 class Sparse(Method):
-    """A sparsifier, synchronized by our optimizer; `transport` carries its rounds."""
+    """Synchronizes by a sparsifier and our optimizer; `transport` carries its rounds."""
 
     num_warmup = 6
 
@@ -214,7 +214,7 @@ class Sparse(Method):
 
 
 def make_method(name: str, gradient: Gradient, density: float, sparsifiers: Mapping[str, str]) -> Method:
-    """A baseline or a sparsifier by its name; `sparsifiers` are texts that `Compression.parse` reads."""
+    """Makes a baseline or sparsifier by name; `sparsifiers` are texts for `Compression.parse`."""
     if name == "dense":
         return Dense(name, gradient, hvd.Compression.none)
     if name == "dense float16":
@@ -231,7 +231,7 @@ def make_method(name: str, gradient: Gradient, density: float, sparsifiers: Mapp
 
 
 def _reached_by(gradient: Gradient, density: float) -> float:
-    """A threshold that about so many elements reach: of what gathers until the middle of a measurement.
+    """Returns a threshold that about density * n elements reach in the middle of a measurement.
 
     What hard threshold guesses from its first gradient is too low for the steps that follow, in which the
     residual grows; nothing steers it.
@@ -246,7 +246,7 @@ def _reached_by(gradient: Gradient, density: float) -> float:
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
-    """Every method in turn."""
+    """Measures every method in turn; called on every rank."""
     gradient = Gradient(settings["elements"])
     methods = [
         make_method(name, gradient, settings["density"], settings["sparsifiers"])

@@ -47,7 +47,7 @@ tables = launch_tables
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = hosts_parser("train", __doc__)
     add = made.add_argument
     add("--model", choices=tuple(LAYER_TABLES), default="resnet50", help="(default %(default)s)")
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON."""
+    """Measures everything that the command line asks for; returns what is written to JSON."""
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     for asked, suffix in ((options.by_default, BY_DEFAULT), (options.densely, DENSELY)):
         if asked:
@@ -102,13 +102,13 @@ class _DecodedDensely:
 
 
 def densely(sparsifier: Sparsifier) -> Sparsifier:
-    """The same, but decoding each message densely."""
+    """Returns the sparsifier with dense decoding of each message."""
     arguments = vars(sparsifier)
     return type("Densely", (_DecodedDensely, type(sparsifier)), {})(**arguments)
 
 
 class Training(ranks.Measurable):
-    """A model, its optimizer, and one way of synchronizing."""
+    """Trains a model with one way of synchronizing."""
 
     num_warmup = 3
 
@@ -138,11 +138,11 @@ class Training(ranks.Measurable):
         hvd.broadcast_parameters(dict(named), root_rank=0)
 
     def run(self) -> None:
-        """One iteration."""
+        """Runs one iteration."""
         self.parts = ranks.iterate(self._optimizer, self._model, alone=self.name == ALONE)
 
     def facts(self) -> dict[str, float]:
-        """Densities, and seconds of what a sparsifier does while backward runs."""
+        """Returns densities, and the sparsifier's seconds beside backward."""
         telemetry = getattr(self._optimizer, "telemetry", None)
         if telemetry is None or telemetry.last is None:
             return {"density_selected": 1.0, "density_union": 1.0}
@@ -152,7 +152,7 @@ class Training(ranks.Measurable):
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
-    """Every way of synchronizing in turn."""
+    """Measures every way of synchronizing in turn; called on every rank."""
     methods = [Training(name, settings) for name in settings["methods"]]
     found = ranks.measure_methods(methods, settings["repeat"])
     results = [{"method": name, **result} for name, result in found.items()]

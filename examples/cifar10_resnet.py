@@ -29,7 +29,7 @@ MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,27 +52,27 @@ def arguments() -> argparse.Namespace:
 
 
 def load(folder: Path, files: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, uint8 [n, 3, 32, 32], and labels, int64 [n]. Files of pickle: trust where they come from."""
+    """Loads images, uint8 [n, 3, 32, 32], and labels, int64 [n], from pickle files: trust their source."""
     parts = [pickle.loads((folder / name).read_bytes(), encoding="bytes") for name in files]
     images = torch.cat([torch.from_numpy(part[b"data"]).view(-1, 3, 32, 32) for part in parts])
     return images, torch.tensor([label for part in parts for label in part[b"labels"]])
 
 
 def made_up(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As many images of noise."""
+    """Returns `count` images of noise, with labels."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return images, torch.randint(10, (count,), generator=generator)
 
 
 def normalized(images: torch.Tensor) -> torch.Tensor:
-    """As the network wants them."""
+    """Returns the images as floats, normalized by the data set's mean and deviation."""
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
     return (images.float() / 255 - mean) / deviation
 
 
 def augmented(images: torch.Tensor) -> torch.Tensor:
-    """Moved by up to 4 pixels, and half of them mirrored."""
+    """Returns the images moved by up to 4 pixels, half of them mirrored."""
     padded = functional.pad(images, (4, 4, 4, 4))
     down, right = torch.randint(9, (2,)).tolist()
     moved = padded[:, :, down : down + 32, right : right + 32]
@@ -83,7 +83,7 @@ def augmented(images: torch.Tensor) -> torch.Tensor:
 def batches(
     images: torch.Tensor, labels: torch.Tensor, batch_size: int, epoch: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's share of an epoch; every rank has equally many batches."""
+    """Yields this rank's share of an epoch; every rank has equally many batches."""
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
     order = order[: len(order) // (hvd.size() * batch_size) * hvd.size() * batch_size]
     for indices in order[hvd.rank() :: hvd.size()].split(batch_size):
@@ -91,7 +91,7 @@ def batches(
 
 
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, device: str) -> float:
-    """Share of the images that the model names correctly."""
+    """Returns the share of the images that the model classifies correctly."""
     model.eval()
     with torch.no_grad():
         right = [
@@ -103,7 +103,7 @@ def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor,
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = arguments()
     hvd.init()
     torch.manual_seed(0)

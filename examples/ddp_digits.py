@@ -30,7 +30,7 @@ import horovod_sparse.ddp
 
 
 class Net(nn.Module):
-    """Two convolutions and two dense layers, 180 000 parameters."""
+    """A CNN of two convolutions and two dense layers, 180 000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Net(nn.Module):
         self.dense2 = nn.Linear(320, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits [n, 10] of images [n, 1, 28, 28]."""
+        """Returns logits [n, 10] of images [n, 1, 28, 28]."""
         x = functional.max_pool2d(functional.relu(self.convolution1(images)), 2)
         x = functional.max_pool2d(functional.relu(self.convolution2(x)), 2)
         return self.dense2(functional.relu(self.dense1(x.flatten(1))))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def compression(args: argparse.Namespace, steps_per_epoch: int) -> str:
-    """The sparsifier that the command line asks for."""
+    """Returns the sparsifier that the command line chooses."""
     arguments = []
     if args.density is not None:
         arguments.append(f"density={args.density}")
@@ -88,7 +88,7 @@ def compression(args: argparse.Namespace, steps_per_epoch: int) -> str:
 
 
 def power_sgd(args: argparse.Namespace, steps_per_epoch: int) -> PowerSGDState:
-    """PyTorch's own compression, of its defaults but for the rank and the step that it begins with.
+    """Returns the state of PyTorch's own compression: defaults, but for its rank and first step.
 
     That is 1000 by default, and this training shorter; 2 is the least.
     """
@@ -98,7 +98,7 @@ def power_sgd(args: argparse.Namespace, steps_per_epoch: int) -> PowerSGDState:
 
 
 def accuracy(model: nn.Module, test: digits.Digits) -> float:
-    """Share of the test images that the model reads correctly."""
+    """Returns the share of the test images that the model reads correctly."""
     model.eval()
     with torch.no_grad():
         guesses = model(torch.from_numpy(test.images).unsqueeze(1)).argmax(1)
@@ -107,7 +107,7 @@ def accuracy(model: nn.Module, test: digits.Digits) -> float:
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = arguments()
     if "RANK" not in os.environ:  # horovodrun and mpirun do not set what init_process_group reads
         sys.exit("start it by torchrun, as in torchrun --nproc-per-node 2 examples/ddp_digits.py")

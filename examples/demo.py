@@ -62,7 +62,7 @@ def attach(name: str, model: DistributedDataParallel, optimizer: torch.optim.Opt
 
 
 def predicted(name: str, shapes: list[torch.Size], compute: float, rate: float) -> float:
-    """Seconds of a pass by the cost model: computing, and its part of a synchronization.
+    """Returns a pass's seconds by the cost model: computing, and its part of a synchronization.
 
     With a delay that hides behind the next pass; else nowhere.
 
@@ -105,30 +105,30 @@ class Network:
         self._before = self.sent()
 
     def sent(self) -> float:
-        """Bytes so far; of loopback this rank's part."""
+        """Returns the bytes sent so far; on loopback this rank's part."""
         return int(self._counter.read_text()) / self._sharing
 
     def wait(self) -> None:
-        """As long as what was sent since the last time takes."""
+        """Sleeps as long as sending the bytes since the last call would take."""
         before, self._before = self._before, self.sent()
         time.sleep(8 * (self._before - before) / self._rate)
 
 
 def mean(value: float) -> float:
-    """Over ranks, the same on all of them."""
+    """Returns the mean over ranks."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / SIZE
 
 
 def bits(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """Per byte of a batch."""
+    """Returns the model's bits per byte of a batch."""
     inputs, targets = map(torch.from_numpy, batch)
     return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / math.log(2)
 
 
 class Training:
-    """One method, from the common start."""
+    """Trains by one method, from the common start."""
 
     def __init__(self, name: str, network: Network) -> None:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ class Training:
         (self.test,) = source_text.batches(test, dist.get_rank(), SIZE, 32, LENGTH, 1)
 
     def passes(self, progress: float | None) -> float:
-        """Those up to the next synchronization, and that; their seconds."""
+        """Runs passes up to the next synchronization, with that; returns their seconds."""
         rising = 0.0 if progress is None else LEARNING_RATE * min(1.0, progress / 0.1)
         for group in self.optimizer.param_groups:
             group["lr"] = rising * 0.5 * (1 + math.cos(math.pi * (progress or 0.0)))
@@ -180,7 +180,7 @@ class Training:
 
 
 def seconds_to(run: dict[str, Any], score: float) -> float:
-    """Until a score is reached, on lines between tests; infinite if it is not."""
+    """Returns the seconds until a score is reached, interpolated between tests; infinite if it never is."""
     for (before, worse), (after, better) in zip(run["curve"], run["curve"][1:], strict=False):
         if better <= score:
             return before + (after - before) * (worse - score) / (worse - better)
@@ -188,7 +188,7 @@ def seconds_to(run: dict[str, Any], score: float) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row per method."""
+    """Returns a table with a row per method."""
     rows, dense = [], result["runs"][DENSE]
     for name, run in result["runs"].items():
         fewer = f"{dense['bytes_per_pass'] / run['bytes_per_pass']:.0f}"

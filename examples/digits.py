@@ -28,7 +28,7 @@ class Digits:
 
 
 def load(seed: int = 0) -> tuple[Digits, Digits]:
-    """4 000 images to train on and 1 000 to test with, the same split on every rank."""
+    """Loads 4 000 images to train on and 1 000 to test with, the same split on every rank."""
     images, labels = mnist_data()
     images = ((images / 255.0 - 0.1307) / 0.3081).astype(np.float32).reshape(-1, 28, 28)
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -38,14 +38,14 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
 
 
 def steps_per_epoch(train: Digits, size: int, batch_size: int) -> int:
-    """Full batches that every one of `size` ranks gets out of an epoch."""
+    """Returns the number of full batches that each of `size` ranks gets in an epoch."""
     return len(train) // (size * batch_size)
 
 
 def batches(
     train: Digits, rank: int, size: int, batch_size: int, epoch: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """This rank's share of an epoch: every image goes to one rank, newly shuffled in every epoch."""
+    """Yields this rank's share of an epoch, which is shuffled anew: every image goes to one rank."""
     order = np.random.default_rng([1, epoch]).permutation(len(train))
     for step in range(steps_per_epoch(train, size, batch_size)):
         start = (step * size + rank) * batch_size

@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 
 class Layer(nn.Module):
-    """Attention to what came before, and two dense layers, each beside a shortcut."""
+    """A transformer layer: causal attention and two dense layers, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Layer(nn.Module):
         self.dense_in, self.dense_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """States [batch, length, width]."""
+        """Returns states [batch, length, width]."""
         batch, length, width = x.shape
         parts = self.attention_in(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -50,7 +50,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if out else 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, length, vocabulary] of the bytes that follow."""
+        """Returns logits [batch, length, vocabulary] of the bytes that follow."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, biases and norms do not."""
+    """Returns two groups for an optimizer: matrices with weight decay, biases and norms without."""
     parameters = list(parameters)
     return [
         {"params": [one for one in parameters if one.dim() > 1], "weight_decay": weight_decay},

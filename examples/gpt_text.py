@@ -27,7 +27,7 @@ import horovod_sparse.torch as hvd
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
 
 
 def texts(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on, and to test with."""
+    """Returns the bytes to train on, and to test with."""
     if path is None:
         return source_text.load()
     tokens = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
@@ -70,7 +70,7 @@ def texts(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bits_per_byte(model: nn.Module, tokens: np.ndarray, length: int, num_pieces: int, device: str) -> float:
-    """How many bits the model needs for a byte of the test text."""
+    """Returns how many bits the model needs for a byte of the test text."""
     pieces = torch.from_numpy(tokens[: num_pieces * length + 1])
     count = (len(pieces) - 1) // length
     inputs, targets = pieces[: count * length], pieces[1 : count * length + 1]
@@ -85,7 +85,7 @@ def bits_per_byte(model: nn.Module, tokens: np.ndarray, length: int, num_pieces:
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = arguments()
     hvd.init()
     torch.manual_seed(args.seed)

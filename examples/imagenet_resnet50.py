@@ -61,7 +61,7 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
 
 
 def _random_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """A part of 8 % to 100 % of the image, up to a third longer than wide or the other way round."""
+    """Returns a random box of 8 % to 100 % of the image, with an aspect ratio from 3 / 4 to 4 / 3."""
     area = random.uniform(0.08, 1.0) * width * height
     ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
     wide, high = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
@@ -70,13 +70,13 @@ def _random_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    """The middle square, seven eighths of the shorter side."""
+    """Returns the middle square, seven eighths of the shorter side."""
     side = 0.875 * min(width, height)
     return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
 
 
 def write_noise(root: Path) -> None:
-    """A small data set of the same form."""
+    """Writes a small data set of noise, of the same form as ImageNet."""
     generator = np.random.default_rng(0)
     for part in ("train", "val"):
         for name in ("cat", "dog"):
@@ -87,7 +87,7 @@ def write_noise(root: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,7 +109,7 @@ def arguments() -> argparse.Namespace:
 
 
 def accuracy(model: torch.nn.Module, loader: DataLoader[tuple[torch.Tensor, int]], device: str) -> float:
-    """Share of all ranks' images that the model names correctly."""
+    """Returns the share of all ranks' images that the model classifies correctly."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def accuracy(model: torch.nn.Module, loader: DataLoader[tuple[torch.Tensor, int]
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = arguments()
     if "RANK" not in os.environ:  # horovodrun and mpirun do not set what init_process_group reads
         sys.exit("start it by torchrun, as in torchrun --nproc-per-node 2 examples/imagenet_resnet50.py")

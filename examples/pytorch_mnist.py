@@ -35,14 +35,14 @@ class Net(nn.Module):
         self.dense2 = nn.Linear(320, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits [n, 10] of images [n, 1, 28, 28]."""
+        """Returns logits [n, 10] of images [n, 1, 28, 28]."""
         x = functional.max_pool2d(functional.relu(self.convolution1(images)), 2)
         x = functional.max_pool2d(functional.relu(self.convolution2(x)), 2)
         return self.dense2(functional.relu(self.dense1(x.flatten(1))))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
 
 
 def compression(args: argparse.Namespace, steps_per_epoch: int) -> Any:
-    """The compression that the command line asks for."""
+    """Returns the compression that the command line chooses."""
     text = args.compression
     if text in ("none", "fp16"):
         return hvd.Compression.parse(text)
@@ -111,7 +111,7 @@ def compression(args: argparse.Namespace, steps_per_epoch: int) -> Any:
 
 
 def accuracy(model: nn.Module, test: digits.Digits) -> float:
-    """Share of the test images that the model reads correctly."""
+    """Returns the share of the test images that the model reads correctly."""
     model.eval()
     with torch.no_grad():
         guesses = model(torch.from_numpy(test.images).unsqueeze(1)).argmax(1)
@@ -120,7 +120,7 @@ def accuracy(model: nn.Module, test: digits.Digits) -> float:
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = arguments()
     hvd.init()
     torch.set_num_threads(1)

@@ -36,12 +36,12 @@ class Block(nn.Module):
         nn.init.zeros_(self.body[-1][1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images [n, outside, height / stride, width / stride]."""
+        """Returns images [n, outside, height / stride, width / stride]."""
         return nn.functional.relu(self.body(images) + self.shortcut(images))
 
 
 def resnet(kind: str, num_classes: int, width: int | None = None) -> nn.Sequential:
-    """A network that gives logits [n, classes] of images [n, 3, height, width].
+    """Returns a network that makes logits [n, classes] of images [n, 3, height, width].
 
     Args:
         kind: one of `KINDS`.

@@ -38,7 +38,7 @@ def load(num_bytes: int = 2_000_000) -> tuple[np.ndarray, np.ndarray]:
 def batches(
     tokens: np.ndarray, rank: int, size: int, batch_size: int, length: int, num_steps: int, seed: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random pieces of the text, others on every rank: tokens [batch, length], and those that follow."""
+    """Yields random pieces of the text, others on every rank: tokens [batch, length], and the next ones."""
     generator = np.random.default_rng([seed, rank, size])
     for _ in range(num_steps):
         starts = generator.integers(len(tokens) - length - 1, size=batch_size)

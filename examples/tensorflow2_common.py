@@ -18,7 +18,7 @@ import horovod_sparse.tensorflow as hvd
 def arguments(
     description: str | None, *, compression: str = "exdyna", has_stock: bool = False
 ) -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,7 +44,7 @@ def arguments(
 
 
 def compression(args: argparse.Namespace) -> Any:
-    """The compression that the command line asks for."""
+    """Returns the compression that the command line chooses."""
     text = args.compression
     if args.density is not None and text not in ("none", "fp16"):
         text += f"{',' if ':' in text else ':'}density={args.density}"
@@ -52,13 +52,13 @@ def compression(args: argparse.Namespace) -> Any:
 
 
 def prepare(seed: int) -> None:
-    """One thread per rank for arithmetic, and the same start on every run."""
+    """Sets one thread per rank for arithmetic, and the random seed."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.keras.utils.set_random_seed(seed)
 
 
 def make_model() -> tf.keras.Model:
-    """Two convolutions and two dense layers, 180 000 parameters."""
+    """A CNN of two convolutions and two dense layers, 180 000 parameters."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
@@ -77,7 +77,7 @@ def make_model() -> tf.keras.Model:
 def endless_batches(
     train: digits.Digits, rank: int, size: int, batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """This rank's batches, epoch after epoch, for `fit`."""
+    """Yields this rank's batches, epoch after epoch, for `fit`."""
     epoch = 0
     while True:
         for images, labels in digits.batches(train, rank, size, batch_size, epoch):
@@ -95,7 +95,7 @@ def report(
     step_seconds: list[float],
     telemetry: Any,
 ) -> None:
-    """Prints what came of the training on rank 0, and writes it to the file that was asked for."""
+    """Prints the training's result on rank 0, and writes it to a file if one was given."""
     guesses = model.predict(test.images[..., None], batch_size=250, verbose=0).argmax(1)
     num_parameters = model.count_params()
     result = {

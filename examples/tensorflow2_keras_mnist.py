@@ -17,7 +17,7 @@ import horovod_sparse.tensorflow.keras as hvd
 
 
 class StepTimes(tf.keras.callbacks.Callback):
-    """How long every step took."""
+    """Measures the seconds of every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class StepTimes(tf.keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = common.arguments(
         __doc__, compression="best:density=0.05"
     )  # few steps: at 0.01 it ends a point below dense

@@ -19,7 +19,7 @@ import horovod_sparse.tensorflow as hvd
 
 
 def main() -> None:
-    """Trains, and prints what came of it on rank 0."""
+    """Trains; rank 0 prints the result."""
     args = common.arguments(__doc__, has_stock=True)
     hvd.init()
     common.prepare(args.seed)

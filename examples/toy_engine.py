@@ -44,7 +44,7 @@ class ArrayPart(BucketPart):
         return np.concatenate([gradients[name].reshape(-1) for name in self.names])
 
     def run(self, step: Synchronization[Any], execute: Callable[[Request], Any]) -> None:
-        """Synchronizes; an error stays here, so that the other parts go on as they do on the other ranks."""
+        """Runs a step's coroutine; keeps its error, so that other parts go on as on other ranks."""
         self.total, self.error = None, None
         try:
             self.total = carry_out(step, execute)
@@ -92,7 +92,7 @@ class PipeEngine:
         return {n: (ParameterFacts(n, a.size, density=density[n], shape=a.shape), a) for n, a in new.items()}
 
     def execute(self, request: Request) -> Any:
-        """Every rank tells all others what it asks for, and each works out its own answer."""
+        """Sends this rank's request to all ranks, and computes its answer from theirs."""
         for pipe in self.pipes.values():
             pipe.send(request)
         everyone = {self.rank: request, **{peer: pipe.recv() for peer, pipe in self.pipes.items()}}
@@ -125,7 +125,7 @@ class ToyTraining(Training):
         return [ArrayPart(spec, facts, self.made_for) for spec in specs]
 
     def synchronize(self, gradients: Arrays) -> Arrays | None:
-        """The means over ranks; None where no rank is to step."""
+        """Returns the means over ranks, or None if no rank is to step."""
         self.agree()
         if self.step >= self.drift.next_step:
             entries = [ReplicatedArray(*one) for one in self.engine.parameters.items()]
@@ -152,7 +152,7 @@ class ToyTraining(Training):
 
 
 def data_of(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of one rank, and what a linear map is to make of them."""
+    """Returns one rank's inputs and targets of a linear map."""
     inputs = np.random.default_rng(rank).standard_normal((64, 20)).astype(np.float32)
     return inputs, inputs @ np.linspace(-1.0, 1.0, 100, dtype=np.float32).reshape(20, 5)
 
@@ -163,7 +163,7 @@ def gradients_of(parameters: Arrays, inputs: np.ndarray, targets: np.ndarray) ->
 
 
 def train(rank: int, pipes: Any, text: str, num_steps: int, told: Any, options: Mapping[str, Any]) -> None:
-    """Fits the map by SGD, and tells the parameters and this rank's entry of a checkpoint."""
+    """Fits the map by SGD, and sends back the parameters and this rank's entry of a checkpoint."""
     inputs, targets = data_of(rank)
     parameters = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
     training = ToyTraining(PipeEngine(rank, pipes, parameters, parse_recipe(text)), **options)
@@ -175,7 +175,7 @@ def train(rank: int, pipes: Any, text: str, num_steps: int, told: Any, options: 
 
 
 def launch(num_ranks: int, text: str, num_steps: int, **options: Any) -> list[tuple[int, Arrays, Any]]:
-    """What every rank tells, in rank order."""
+    """Starts the ranks as processes; returns what each has sent, in rank order."""
     context = multiprocessing.get_context("spawn")
     pipes: list[dict[int, Any]] = [{} for _ in range(num_ranks)]
     for low, high in itertools.combinations(range(num_ranks), 2):

@@ -12,7 +12,7 @@ _SLACK = 1 << 20
 
 
 def random_layers(num_elements: int, seed: int = 0) -> list[int]:
-    """Sizes of layers that add up to n: from 1 000 to 2.5 million elements, all orders alike.
+    """Returns random sizes of layers that add up to n: log-uniform from 1 000 to 2.5 million elements.
 
     Example:
         >>> sum(random_layers(5_000_000))

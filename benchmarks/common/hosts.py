@@ -26,12 +26,12 @@ NETWORKS = ("gloo", "mpi")
 
 
 class BenchmarkError(HorovodSparseError, RuntimeError):
-    """A measurement could not be made."""
+    """A measurement failed; the message says why."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """A cluster that is up.
+    """A running cluster of simulated hosts.
 
     Attributes:
         name: of the cluster.
@@ -105,7 +105,7 @@ def cluster_command(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def cluster_for(num_hosts: int, rate: str, latency: str = "0ms") -> Iterator[Hosts]:
-    """A cluster of so many hosts, for this time only.
+    """Returns a context with a cluster of this many hosts, removed at its end.
 
     Args:
         num_hosts: it has.
@@ -127,7 +127,7 @@ def cluster_for(num_hosts: int, rate: str, latency: str = "0ms") -> Iterator[Hos
 
 @contextlib.contextmanager
 def _ended_tidily() -> Iterator[None]:
-    """Whoever ends this process by SIGTERM or SIGHUP ends it as an exception would, clusters removed."""
+    """Returns a context in which SIGTERM and SIGHUP raise an exception, so that clusters are removed."""
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -141,7 +141,7 @@ def _ended_tidily() -> Iterator[None]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Cores, memory and load: what a measurement's numbers depend on, and nothing that names the machine."""
+    """Returns cores, memory and load, on which numbers depend, and nothing that names the machine."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cores": len(os.sched_getaffinity(0)),

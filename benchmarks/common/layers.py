@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).parents[1] / "layer_tables"
 
 @dataclass(frozen=True)
 class LayerTable:
-    """A network's parameters, and times of its step on one device; the file says where they are from.
+    """A network's parameters, and times of its step on one device; its file names their source.
 
     Attributes:
         density: that the source trains it with.

@@ -18,7 +18,7 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 
 
 def count(text: str) -> int:
-    """A whole number from 1, `1e5` allowed."""
+    """Parses a whole number of 1 or more; `1e5` is allowed."""
     value = int(float(text))
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -26,7 +26,7 @@ def count(text: str) -> int:
 
 
 def density(text: str) -> float:
-    """A kept fraction."""
+    """Parses a density, in (0, 1]."""
     value = float(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
@@ -41,7 +41,7 @@ def _host_counts(text: str) -> list[int]:
 
 
 def bench_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """The command line that all measurements have: the name of one, and what it does."""
+    """Returns a parser with the options that all measurements have."""
     parser = argparse.ArgumentParser(
         prog=f"scripts/bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +53,7 @@ def bench_parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def hosts_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """The command line that all measurements across hosts have."""
+    """Returns a parser with the options that all measurements across hosts have."""
     parser = bench_parser(name, about)
     add = parser.add_argument
     add("--hosts", type=_host_counts, default=[8], help="P, or several with commas (default 8)")
@@ -101,7 +101,7 @@ def named_sparsifiers(text: str, density: float) -> dict[str, str]:
 
 
 def baselines(text: str, known: Sequence[str]) -> list[str]:
-    """Names of baselines.
+    """Parses a list of baselines' names.
 
     Raises:
         ArgumentError: if there is none of a name.
@@ -116,7 +116,7 @@ def baselines(text: str, known: Sequence[str]) -> list[str]:
 def launch(
     module: str, settings: Mapping[str, Any], options: argparse.Namespace, hosts: Hosts, **how: Any
 ) -> dict[str, Any]:
-    """One launch of ranks, whose progress is told on stderr.
+    """Launches ranks once, prints their progress to stderr, and returns their result.
 
     Args:
         module: of the ranks.
@@ -161,7 +161,7 @@ def launches(
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:
-    """The command that was given, without where its results went.
+    """Returns the given command as text, without the option that says where results go.
 
     Example:
         >>> command_line("sync", ["--hosts", "2", "--json", "x.json", "--mpi"])
@@ -182,7 +182,7 @@ def carry_out(
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
     table: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measures, prints tables, writes the JSON that was asked for, and returns the exit code."""
+    """Measures, prints tables, writes JSON if asked to, and returns the exit code."""
     options, name = parser.parse_args(arguments), parser.prog.split()[-1]
     facts = {"command": command_line(name, arguments), "benchmark": name, "machine": machine_facts()}
     try:

@@ -21,7 +21,7 @@ _NAP = 0.0005
 
 
 class Measurable:
-    """What `measure_methods` times.
+    """Base class of what `measure_methods` times.
 
     Attributes:
         name: in results.
@@ -34,14 +34,14 @@ class Measurable:
     parts: dict[str, float]
 
     def prepare(self) -> None:
-        """Before every repetition, not timed."""
+        """Prepares a repetition; not timed."""
 
     def run(self) -> None:
-        """What is timed."""
+        """Runs a repetition; timed."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, float]:
-        """More numbers of the last repetition."""
+        """Returns further numbers about the last repetition, by name."""
         return {}
 
 
@@ -120,13 +120,13 @@ def barrier() -> None:
 
 
 def say(line: str) -> None:
-    """A line for whoever has started the ranks, from rank 0."""
+    """Prints a line on rank 0, for the process that launched the ranks."""
     if hvd.rank() == 0:
         print(line, flush=True)
 
 
 def main() -> int:
-    """A rank's whole life: `Hosts.run` says the module, and files of its settings and its result.
+    """Runs one rank: reads settings, calls a module's `on_rank`, writes the result; started by `Hosts.run`.
 
     Rank 0 writes what the module's `on_rank` returns.
 

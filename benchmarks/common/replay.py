@@ -27,7 +27,7 @@ class _Sleeping(torch.autograd.Function):
 
 
 class Replay(nn.Module):
-    """The parameters of a layer table.
+    """A model with the parameters of a layer table, which replays the table's times.
 
     It computes nothing: its backward takes the table's time for every parameter, asleep, and leaves
     gradients that were drawn beforehand. So ranks that share cores overlap computation and communication as
@@ -48,7 +48,7 @@ class Replay(nn.Module):
         self._drawn = _drawn(sizes)
 
     def forward(self) -> Any:
-        """A loss that hangs on all parameters, whose gradients come in the table's order and at its times."""
+        """Returns a loss whose backward gives every parameter its gradient at the table's time."""
         time.sleep(self._forward_seconds)
         signal = torch.zeros((), requires_grad=True)
         for row in zip(self.held, self._drawn, self._backward_seconds, strict=True):
@@ -58,6 +58,6 @@ class Replay(nn.Module):
 
 @functools.cache
 def _drawn(sizes: tuple[int, ...]) -> list[Any]:
-    """Gradients for all models of these sizes, each parameter's at a scale of its own."""
+    """Draws gradients for parameters of these sizes, each at its own scale, once for all models."""
     scales = torch.logspace(-4, -2, len(sizes))
     return [torch.randn(size) * scale for size, scale in zip(sizes, scales, strict=True)]

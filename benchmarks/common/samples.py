@@ -39,7 +39,7 @@ def _clocks() -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One repetition on one rank.
+    """The measurements of one repetition on one rank.
 
     Attributes:
         started: wall clock at its start, comparable between the ranks of one machine.
@@ -86,7 +86,7 @@ def timed(run: Callable[[], object], barrier: Callable[[], object]) -> Sample:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles.
+    """Returns median and quartiles, by name.
 
     Example:
         >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -97,7 +97,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over repetitions.
+    """Returns medians over repetitions, by name.
 
     Args:
         samples: [rank][repetition], each a `Sample` as a dict.

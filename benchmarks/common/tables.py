@@ -7,7 +7,7 @@ from typing import Any
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first column holds words, the others numbers.
+    """Returns a Markdown table, whose first column holds words, the others numbers.
 
     Example:
         >>> print(markdown(["", "ms"], [["fold", "9.5"]]))
@@ -21,13 +21,13 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits, and no more than one behind the point."""
+    """Returns milliseconds as text with three digits, at most one after the point."""
     value = 1e3 * seconds
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def circumstances(result: Mapping[str, Any]) -> str:
-    """The command, and what machine it ran on."""
+    """Returns a line with the command, and the machine on which it ran."""
     machine = result.get("machine", {})
     where = (
         f"{machine['cores']} cores, {machine['memory_gib']} GiB"
@@ -38,7 +38,7 @@ def circumstances(result: Mapping[str, Any]) -> str:
 
 
 def timings_table(result: Mapping[str, Any]) -> str:
-    """Of measurements of one rank: every work beside the baseline, and the memory of a step."""
+    """Returns a table for one rank: every work beside the baseline, and the memory of a step."""
     baseline, memory = result.get("baseline", "baseline"), result.get("extra_memory")
     facts = f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds"
     facts += f", {result['clock']} clock; " if "clock" in result else "; "
@@ -60,7 +60,7 @@ def timings_table(result: Mapping[str, Any]) -> str:
 
 
 def launch_tables(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench sync` or `train`: a table per launch."""
+    """Returns a table per launch of `scripts/bench sync` or `train`."""
     blocks = [circumstances(result)]
     for launch in result["launches"]:
         blocks.append(
@@ -97,7 +97,7 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
 
 
 def hosts_table(result: Mapping[str, Any]) -> str:
-    """Predicted and measured iterations, as `scripts/bench merging` found them."""
+    """Returns a table of predicted and measured iterations, for `scripts/bench merging`."""
     rows = []
     for row in result["results"]:
         times = row["seconds"]

@@ -21,7 +21,7 @@ from benchmarks.common.samples import no_collection  # noqa: E402
 
 @dataclass(frozen=True)
 class Work:
-    """Something to be timed.
+    """A function to be timed, with its preparation.
 
     Attributes:
         name: for the table.
@@ -107,7 +107,7 @@ def _timing(work: Work, seconds: list[float], ratios: list[float]) -> Timing:
 
 
 def rank_parser(name: str, about: str | None, density_default: float) -> argparse.ArgumentParser:
-    """The command line that measurements of one rank alone, on one thread, have."""
+    """Returns a parser with the options of measurements of one rank on one thread."""
     parser = bench_parser(name, about)
     parser.set_defaults(density=density_default, repeat=15)
     parser.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")

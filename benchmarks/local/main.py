@@ -18,7 +18,7 @@ from benchmarks.local.works import DeviceWorks, Works
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the command line asks for, as it is written to JSON."""
+    """Measures everything that the command line asks for; returns what is written to JSON."""
     torch.set_num_threads(1)
     sizes = options.elements, options.density, options.ranks
     works = Works(*sizes) if options.device == "cpu" else DeviceWorks(*sizes, options.device)
@@ -45,7 +45,7 @@ tables = timings_table
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = timing.rank_parser("local", __doc__, 0.001)
     add = made.add_argument
     add("--ranks", type=count, default=8, help="P (default %(default)s)")

@@ -37,7 +37,7 @@ _LOCAL = recipe("sparseloco").sparsifier
 
 
 class StepWorks:
-    """Steps of one rank of P, on the gradient of `works`, without the network.
+    """Times steps of one rank of P on the gradient of `works`, without a network.
 
     What other ranks would have sent is made beforehand. There is no feedback, which costs the same as
     error feedback, and lets every round meet the same accumulator.
@@ -98,7 +98,7 @@ class StepWorks:
         return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, memory)
 
     def _codes(self, quantizer: Quantizer) -> NDArray[np.int32]:
-        """What every other rank sends: the codes of the gradient itself."""
+        """Returns the message of every other rank: the quantized gradient itself."""
         if quantizer.name not in self._quantized:
             code = quantizer.quantization
             message = blank_message(code, self._n, np.dtype(np.float32), FoldReport())
@@ -161,7 +161,7 @@ class StepWorks:
         return WireFormat(), self._n, np.float32
 
     def steps(self) -> list[Work]:
-        """One work for each sparsifier whose rounds need no more than gathered or summed messages."""
+        """Returns a work for each sparsifier that needs only gathered or summed messages."""
         known = {AllGather.__name__, "AllReduce", "Broadcast"}
         names = [
             name
@@ -173,7 +173,7 @@ class StepWorks:
         return [*(self._step(name) for name in names), adam]
 
     def decoding(self) -> list[Work]:
-        """Decoding of few and of many messages of the same total length; and an exchange of local steps."""
+        """Returns works that decode few and many messages of one total length, and one of local steps."""
         elements, refill = f"{self._k * 8} elements", self._works.refill
         exchange = f"decode {self._ranks} messages of local steps, move by their mean"
         return [

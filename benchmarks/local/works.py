@@ -19,7 +19,7 @@ from horovod_sparse.tensors.device_memory import DeviceMemory
 
 
 class Works:
-    """Works on one gradient of float32 in the host's memory.
+    """Times work on one float32 gradient in the host's memory.
 
     Args:
         num_elements: n.
@@ -120,7 +120,7 @@ class Works:
 
 
 class DeviceWorks(Works):
-    """Works on a gradient in a device's memory, timed by its own clock: gaps in which it waits count, too."""
+    """Times work on a gradient in a device's memory, by the device's clock, which counts idle gaps, too."""
 
     def __init__(self, num_elements: int, density: float, num_ranks: int, device: str) -> None:
         self._device = torch.device(device)

@@ -28,7 +28,7 @@ _STEP = "step; the learning rate falls at the dotted line"
 
 
 def density(result: dict[str, Any]) -> Figure:
-    """ExDyna, Figs. 6 and 9."""
+    """Draws ExDyna's Figs. 6 and 9."""
     figure, (left, right) = panels(2)
     _over_steps(left, result, "density", ["exdyna", "micro (parts stay)", "topk", "hard_threshold"])
     left.axhline(result["density"], color=GREY, linewidth=0.8, linestyle=":")
@@ -39,7 +39,7 @@ def density(result: dict[str, Any]) -> Figure:
 
 
 def errors(result: dict[str, Any]) -> Figure:
-    """MiCRO, Fig. 2."""
+    """Draws MiCRO's Fig. 2."""
     figure, (axis,) = panels(1, width=5.5)
     _over_steps(axis, result, "global_error", ["micro (parts stay)", "topk", "hard_threshold"])
     titled(axis, "Fig. 2: mean L2 norm of what ranks hold back", yscale="log", xlabel=_STEP)

@@ -19,7 +19,7 @@ GREY = "#777777"
 
 
 def panels(count: int, *, width: float = 8.0, height: float = 3.2) -> tuple[Figure, list[Any]]:
-    """A figure of so many panels side by side."""
+    """Returns a figure with `count` panels side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(1, count)))
     for axis in axes:
@@ -47,12 +47,12 @@ def beside(axis: Any, words: str, value: float, row: float, **style: Any) -> Non
 
 
 def seconds_of(launch: Mapping[str, Any]) -> dict[str, float]:
-    """Median iteration by method."""
+    """Returns the median seconds of an iteration, by method."""
     return {item["method"]: item["seconds"]["median"] for item in launch["results"]}
 
 
 def bandwidth(result: Mapping[str, Any]) -> Figure:
-    """How many times faster an iteration is, against the network's bandwidth."""
+    """Draws how many times faster an iteration is, over the network's bandwidth."""
     figure, (axis,) = panels(1, height=3.9)
     times = [seconds_of(launch) for launch in result["launches"]]
     (name,) = [method for method in times[0] if method != "dense"]
@@ -71,7 +71,7 @@ def bandwidth(result: Mapping[str, Any]) -> Figure:
 
 
 def synchronization(result: Mapping[str, Any]) -> Figure:
-    """One synchronization by every method, on a logarithmic axis; each launch of a method has a dot."""
+    """Draws one synchronization's seconds by every method, on a logarithmic axis, a dot per launch."""
     found: dict[str, list[tuple[dict[str, float], float]]] = {}
     for launch in result["launches"]:
         dense = seconds_of(launch)["dense"]
@@ -108,7 +108,7 @@ _RARE |= {"SparseLoCo": "sparseloco, H = 30, by senders, outer rate 1.5"}
 
 
 def frontier(found: Sequence[Mapping[str, Any]]) -> Figure:
-    """Bits beside dense training's over bytes: of methods in every step, and of local steps."""
+    """Draws bits per byte beside dense training's over bytes sent, with and without local steps."""
     figure, (axis,) = panels(1, height=4.2)
     groups = (
         ("in every step: GPT of 0.48 M, 400 steps, 2 ranks", "P=2, ", "dense", _EVERY_STEP),
@@ -132,7 +132,7 @@ def frontier(found: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def densities(result: Mapping[str, Any]) -> Figure:
-    """Bits beside dense training's over density, a line for each length, a panel for each task."""
+    """Draws bits per byte beside dense training's over density: a line per length, a panel per task."""
     drawn = []
     for task, steps in lengths.CELLS:
         dense, points = lengths.row(task, steps, "dense"), []
@@ -157,7 +157,7 @@ def densities(result: Mapping[str, Any]) -> Figure:
 
 
 def late_or_rare(result: Mapping[str, Any]) -> Figure:
-    """Exchanges that are late or rare, by the number of ranks; and momentum, by density."""
+    """Draws scores of late and rare exchanges over the number of ranks, and of momentum over density."""
     figure, axes = panels(3, width=10.5, height=3.4)
 
     def scores(task: str, size: int, method: str, score: str) -> list[float]:

@@ -36,7 +36,7 @@ LAST = 0.1
 
 @dataclass(frozen=True)
 class Method:
-    """A row: ranks; what they send, a recipe or the name of a baseline; where it differs from `SETTING`."""
+    """A row of the table: ranks, a recipe or baseline, and differences from `SETTING`."""
 
     size: int
     text: str
@@ -69,7 +69,7 @@ METHODS = _methods()
 
 
 def rate_at(step: int, rate: float, setting: dict[str, Any]) -> float:
-    """A linear rise, then half a cosine down to 0."""
+    """Returns the learning rate at a step: a linear rise, then half a cosine down to 0."""
     steps, warmup = setting["num_steps"], setting["warmup"] * setting["num_steps"]
     falling = 0.5 * (1 + math.cos(math.pi * max(0.0, step - warmup) / (steps - warmup)))
     return rate * min(1.0, (step + 1) / warmup) * falling
@@ -121,7 +121,7 @@ def trained(task: Task, method: Method, setting: dict[str, Any], rate: float, se
 def adamw(
     parameters: Sequence[torch.nn.Parameter], rate: float, setting: Mapping[str, Any]
 ) -> torch.optim.AdamW:
-    """AdamW as a user would make it."""
+    """Returns AdamW as a user would make it."""
     groups = parameter_groups(parameters, setting["weight_decay"])
     return torch.optim.AdamW(groups, lr=rate, betas=(setting.get("beta1", 0.9), setting["beta2"]))
 
@@ -132,7 +132,7 @@ def clip(gradient: torch.Tensor, norm: float) -> None:
 
 
 def table(result: Result) -> str:
-    """A row per method, at its best rate, as means over the seeds."""
+    """Returns a table with a row per method at its best rate, as means over the seeds."""
     rows, runs = [], result["runs"]
     for name, method in METHODS.items():
         if (found := at_best_rate(runs, name)) is None:

@@ -22,7 +22,7 @@ Shapes: TypeAlias = Sequence[torch.Size]
 
 
 class Baseline(NamedTuple):
-    """How an exchange is made.
+    """Makes a baseline's exchange function.
 
     Attributes:
         make: by the shapes of the parameters and the setting of the study.
@@ -34,12 +34,12 @@ class Baseline(NamedTuple):
 
 
 def dense(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
-    """Gradients and their sum in float32."""
+    """Returns an exchange of gradients in float32."""
     return lambda gradients, step, rate: (torch.stack(list(gradients)).mean(0), 4.0 * gradients[0].numel())
 
 
 def fp16(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
-    """Gradients and their sum in float16: Horovod's `Compression.fp16`."""
+    """Returns an exchange of gradients in float16, as Horovod's `Compression.fp16`."""
 
     def exchange(gradients: Sequence[torch.Tensor], step: int, rate: float) -> tuple[torch.Tensor, float]:
         sum_ = torch.stack([gradient.half() for gradient in gradients]).sum(0)
@@ -50,7 +50,7 @@ def fp16(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
 
 @dataclass(frozen=True)
 class _GradBucket:
-    """What PyTorch's hook asks of a bucket."""
+    """Stands in for the bucket that PyTorch gives to a hook."""
 
     flat: torch.Tensor
     shapes: Shapes
@@ -70,7 +70,7 @@ class _GradBucket:
 
 
 def power_sgd(shapes: Shapes, setting: Mapping[str, Any], rank: int) -> Exchange:
-    """PyTorch's own hook, dense in the first tenth of the steps, as its documentation advises.
+    """Returns an exchange by PyTorch's PowerSGD hook, dense in the first tenth of the steps, as advised.
 
     It runs on one rank that has the mean of all gradients: both factors are linear in the sum over ranks of
     gradient and residual, so more ranks get the same, to rounding.
@@ -135,12 +135,12 @@ def one_bit_adam(shapes: Shapes, setting: Mapping[str, Any]) -> Exchange:
 
 
 def _side(length: int) -> int:
-    """The largest divisor up to 64."""
+    """Returns the largest divisor up to 64."""
     return max(side for side in range(1, 65) if length % side == 0)
 
 
 def _cosines(length: int) -> torch.Tensor:
-    """The orthonormal DCT-II as a matrix."""
+    """Returns the orthonormal DCT-II as a matrix."""
     place = torch.arange(length, dtype=torch.float64)
     matrix = torch.cos(math.pi / length * (place + 0.5) * place[:, None]) * math.sqrt(2.0 / length)
     matrix[0] /= math.sqrt(2.0)

@@ -62,7 +62,7 @@ def variants() -> dict[str, list[str]]:
 
 
 def dense_beside(variant: str) -> str:
-    """The row that a row is compared with: dense training, with the same engine, optimizer and schedule.
+    """Returns the row to compare with: dense training with the same engine, optimizer and schedule.
 
     Example:
         >>> dense_beside("topk, Adam"), dense_beside("topk, best")
@@ -113,7 +113,7 @@ def summary(result: Result) -> dict[str, dict[str, float]]:
 
 
 def table(result: Result) -> str:
-    """Accuracy and traffic of every row."""
+    """Returns a table of every row's accuracy and traffic."""
     rows, facts = [], summary(result)
     known = [name for name in variants() if name in facts]
     for variant in [*known, *(name for name in facts if name not in known)]:

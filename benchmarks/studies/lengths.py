@@ -40,18 +40,18 @@ CELLS += [("LSTM 0.11 M", 1000), ("LSTM 0.11 M", 3000), ("GPT 0.12 M, batch 32",
 
 
 def methods(steps: int) -> list[str]:
-    """Dense, densities at which an element is sent 0.25 to 101 times in all, and late exchanges."""
+    """Returns the methods: dense, densities that send an element 0.25 to 101 times, and late exchanges."""
     kept = [f"{100 * density:g} %" for density in DENSITIES if 0.25 <= density * steps <= 101]
     return ["dense", NO_MOMENT, ALL, *kept, *LATE]
 
 
 def row(task: str, steps: int, method: str) -> str:
-    """A training but for rate and seed."""
+    """Returns the name of a row: a training without its rate and seed."""
     return f"{task}, {steps} steps/{method}"
 
 
 def is_bracketed(runs: Result, name: str) -> bool:
-    """Whether a row's best rate, half and twice of it are measured."""
+    """True if a row's best rate, half and twice of it are measured."""
     return all(run in runs for run in around(runs, name, math.nan))
 
 
@@ -85,7 +85,7 @@ def measure(name: str) -> Result:
 
 
 def table(result: Result) -> str:
-    """Each method at its own best rate."""
+    """Returns a table with each method at its own best rate."""
     runs, lines = result.get("runs", {}), []
     for task, steps, method in ((*cell, method) for cell in CELLS for method in methods(cell[1])):
         if (found := at_best_rate(runs, name := row(task, steps, method))) is None:

@@ -35,7 +35,7 @@ KEYS = "training_bits", "bits", "bytes_per_step"
 
 @dataclass(frozen=True)
 class Method:
-    """A row: local steps between exchanges, what they send ("" for everything), and the outer step.
+    """A row of the table: local steps between exchanges, what they send ("" for all), and the outer step.
 
     With `delay` an exchange arrives so many steps later, and what ranks have learned meanwhile stays.
     """
@@ -79,7 +79,7 @@ def measure(method: Method, rate: float, seed: int, setting: dict[str, Any] = SE
 def _apart(
     method: Method, task: Task, model: torch.nn.Module, setting: dict[str, Any], seed: int
 ) -> tuple[list[float], float]:
-    """A model for every rank; every so many steps their mean displacement moves what all begin with again."""
+    """Trains a model per rank; after some steps, all begin again from the mean displacement."""
     size, num_steps = setting["size"], setting["num_steps"]
     models = [copy.deepcopy(model) for _ in range(size)]
     optimizers = [adamw.adamw([*one.parameters()], setting["rate"], setting) for one in models]
@@ -127,7 +127,7 @@ def _apart(
 
 
 def table(result: Result) -> str:
-    """A row per method at its best rate, beside dense training with the same seeds."""
+    """Returns a table with a row per method at its best rate, beside dense training with the same seeds."""
     rows, runs = [], result["runs"]
     for name, method in METHODS.items():
         found = at_best_rate(runs, name)

@@ -154,7 +154,7 @@ def _speed(name: str) -> tuple[float, float, int]:
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
-    """A curve, or the speed of all methods."""
+    """Measures a curve, or the speed of all methods; called on every rank."""
     # ranks that Horovod has launched over Gloo, over the same interface
     os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["HOROVOD_GLOO_IFACE"])
     address = f"tcp://{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:29417"
@@ -184,7 +184,7 @@ def measure(name: str) -> Result:
 
 
 def names() -> list[str]:
-    """Every curve, then every network."""
+    """Returns the names of all curves, then of all networks."""
     curves = [f"curve/{name}/rate {rate:g}" for name, method in METHODS.items() for rate in method.rates]
     return [*curves, *(f"{rate}, {latency}" for latency in LATENCIES for rate in RATES)]
 
@@ -198,7 +198,7 @@ class Curve(NamedTuple):
 
 
 def curves(runs: Result) -> dict[str, Curve]:
-    """Those that are measured, dense's first."""
+    """Returns the measured curves by method, dense's first."""
     found: dict[str, Curve] = {}
     for name, method in METHODS.items():
         tried = []
@@ -217,7 +217,7 @@ def curves(runs: Result) -> dict[str, Curve]:
 
 
 def seconds_to_dense(runs: Result) -> dict[str, dict[str, float]]:
-    """Seconds until dense's last loss, by network and method."""
+    """Returns the seconds until dense training's last loss, by network and method."""
     steps = {name: curve.steps for name, curve in curves(runs).items()}
     networks = [name for name in names() if name in runs and not name.startswith("curve/")]
     return {
@@ -229,13 +229,13 @@ def seconds_to_dense(runs: Result) -> dict[str, dict[str, float]]:
 
 
 def best_of(seconds: Mapping[str, float]) -> tuple[str, str]:
-    """The fastest of `best`, and the fastest of all others."""
+    """Returns the fastest method with `best`, and the fastest without."""
     own = [name for name in seconds if name.startswith("best")]
     return min(own, key=seconds.__getitem__), min(seconds.keys() - own, key=seconds.__getitem__)
 
 
 def by_network(result: Result) -> str:
-    """A row per network: the fastest of `best`, the fastest of all others, dense; the share of computing."""
+    """Returns a table, a row per network: the fastest with `best` and without, dense, computing's share."""
     runs, rows = result["runs"], []
     found = seconds_to_dense(runs)
     for network, seconds in found.items():
@@ -263,7 +263,7 @@ def by_network(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """A row per method: its curve; then its seconds in every network."""
+    """Returns tables with a row per method: its curve, then its seconds in every network."""
     runs = result["runs"]
     found, seconds = curves(runs), seconds_to_dense(runs)
     dense, rows, times = float(found[DENSE].bits[-1]), [], []

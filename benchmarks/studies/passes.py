@@ -54,7 +54,7 @@ DENSITIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _network(task: str) -> Task:
-    """A task; images of digits are 14 x 14 for ResNets."""
+    """Returns a task by name; with ResNets, digits are 14 x 14."""
     if task == "gpt":
         return gpt_task(layers=2, width=64, batch_size=8, length=64)
 
@@ -78,7 +78,7 @@ def _network(task: str) -> Task:
 
 
 def train(name: str) -> Result:
-    """One training on this rank: means over ranks."""
+    """Trains once with all ranks; returns means over ranks."""
     label, rate, seed = parsed(name)
     cell, method = label.split("/")
     task_name = cell.partition(",")[0]
@@ -143,7 +143,7 @@ def trained(
 
 
 def in_bits(found: Result) -> Result:
-    """What a text model's training found, with its scores in bits."""
+    """Returns a text model's result with its scores in bits."""
     if "diverged" in found:
         return found
     training, held_out = found.pop("training") / math.log(2), found.pop("test")
@@ -151,7 +151,7 @@ def in_bits(found: Result) -> Result:
 
 
 def row(task: str, size: int, method: str) -> str:
-    """A training but for rate and seed."""
+    """Returns the name of a row: a training without its rate and seed."""
     return f"{task}, P={size}/{method}"
 
 
@@ -161,7 +161,7 @@ OWN |= {row("resnet18", 2, method): (0.1, 1) for method in list(METHODS)[:3]}
 
 
 def best_rate(runs: Result, name: str, rates: Sequence[float] = ()) -> list[float]:
-    """The rate of a row's lowest loss, once `rates`, or half and twice of it, are measured; else none."""
+    """Returns the rate of a row's lowest loss, or none until `rates` (or half and twice it) are measured."""
     needed = [f"{name}/rate {rate:g}/seed 0" for rate in rates] or around(runs, name, math.nan, SCORE)
     best = at_best_rate(runs, name, SCORE)
     return [best[0]] if best is not None and all(run in runs for run in needed) else []
@@ -195,7 +195,7 @@ def launch(size: int, module: str, name: str) -> Result:
 
 
 def table(result: Result) -> str:
-    """Every method at the rate that is best for dense; then at its own."""
+    """Returns tables of every method, at the best rate of dense training and at its own."""
     runs = result.get("runs", {})
 
     def line(name: str, rate: float, edge: str = "") -> list[str]:
@@ -224,7 +224,7 @@ STUDY = Study("passes", names, measure, table, facts={"setting": SETTING})
 
 
 def on_rank(train: Callable[[str], Result]) -> None:
-    """A rank of one training."""
+    """Runs one rank of a training."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--training", required=True)
     parser.add_argument("--json", type=Path, required=True)

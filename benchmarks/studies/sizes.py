@@ -30,7 +30,7 @@ SCORES, SIMULATED = ("training_bits", "bits"), "GPT 0.12 M"
 
 
 class Cell(NamedTuple):
-    """A training: steps, a first guess of the rate, the GPT and a rank's batch; ranks that a CPU tries."""
+    """A training's steps, first guess of the rate, GPT and batch per rank, and ranks to try on a CPU."""
 
     steps: int
     rate: float
@@ -65,7 +65,7 @@ SPARSIFIERS += ["exdyna P %", "topk 1 % in all"]
 
 
 def task_of(cell: str, tokens: Path | None) -> Task:
-    """A cell's model and text: the standard library's, or `tokens`."""
+    """Returns a cell's model with its text: the standard library's source, or `tokens`."""
     shape = CELLS[cell].shape
     if tokens is None:
         return adapters_task(**shape) if cell == "adapters" else gpt_task(**shape)
@@ -84,7 +84,7 @@ def rows() -> list[str]:
 
 
 def names() -> list[str]:
-    """All that is measured, and what the search for the best rates asks of a CPU."""
+    """Returns the names of all measured runs, and of those that the search for the best rates needs."""
     runs = load(STUDY.file).get("runs", {})
     asked = (around(runs, row, CELLS[row.partition(",")[0]].rate) for row in rows())
     return list(dict.fromkeys([*runs, *itertools.chain(*asked)]))
@@ -122,7 +122,7 @@ def measure(name: str, tokens: Path | None = None) -> Result:
 
 
 def table(result: Result) -> str:
-    """Each method at its own best rate, beside dense training at its best."""
+    """Returns a table with each method at its own best rate, beside dense training at its best."""
     runs, lines = result.get("runs", {}), []
     measured = dict.fromkeys(parsed(name)[0] for name in runs)
     for row in [row for row in dict.fromkeys([*rows(), *measured]) if row in measured]:

@@ -30,7 +30,7 @@ def load(path: Path) -> Result:
 
 
 def measured(name: str) -> Result:
-    """A committed measurement by its name."""
+    """Reads a committed measurement by its name."""
     return json.loads((MEASUREMENTS / f"{name}.json").read_text())
 
 
@@ -44,7 +44,7 @@ def parsed(run: str) -> tuple[str, float, int]:
 def at_best_rate(
     runs: Result, name: str, score: str = "training_bits"
 ) -> tuple[float, dict[int, Result]] | None:
-    """The rate of the lowest score with the first seed, and its runs by seed; None: not measured.
+    """Returns the rate of the lowest score with the first seed, and its runs by seed; None if not measured.
 
     Args:
         runs: by names; those that diverged have no score.
@@ -68,7 +68,7 @@ def around(runs: Result, row: str, guess: float, score: str = "training_bits") -
 
 
 def behind(runs: Result, name: str, dense: str, score: str) -> list[float]:
-    """By how much more one method scores than another, each at its best rate, by common seed."""
+    """Returns how much more a method scores than dense training, each at its best rate, per common seed."""
     found = [at_best_rate(runs, one) for one in (name, dense)]
     own, base = ({} if one is None else one[1] for one in found)
     return [own[seed][score] - base[seed][score] for seed in sorted(own.keys() & base.keys())]

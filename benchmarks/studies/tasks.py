@@ -44,7 +44,7 @@ class Task:
     momentum: float = 0.0
 
     def score(self, model: nn.Module) -> float:
-        """The mean score over all test data."""
+        """Returns the mean score over all test data."""
         total, count = self.test(model, 0, 1)
         return total / count
 
@@ -90,7 +90,7 @@ class Adapter(nn.Module):
 
 
 def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
-    """A CNN on handwritten digits: 1.0 million parameters at the default width."""
+    """Returns a CNN on handwritten digits: 1.0 million parameters at the default width."""
     train, test = digits.load()
 
     def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
@@ -121,7 +121,7 @@ def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
 
 
 def text_task(width: int = 340, batch_size: int = 4, length: int = 32, num_test: int = 256) -> Task:
-    """An LSTM on the standard library's source: 1.0 million parameters at the default width."""
+    """Returns an LSTM on the standard library's source: 1.0 million parameters at the default width."""
     return _text(lambda: TextNet(width), batch_size, length, num_test, source_text.load())
 
 
@@ -136,7 +136,7 @@ def gpt_task(
     text: Text | None = None,
     vocabulary: int = VOCABULARY,
 ) -> Task:
-    """The GPT of examples/gpt_text.py on the same text: 0.48 million parameters at the default width."""
+    """Returns the GPT of examples/gpt_text.py on the same text: 0.48 million parameters by default."""
     text = text or source_text.load(num_bytes)
     return _text(lambda: GPT(layers, width, heads, length, vocabulary), batch_size, length, num_test, text)
 

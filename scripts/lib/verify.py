@@ -18,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def installed(*names: str) -> str:
-    """``name version`` of those distributions that are installed."""
+    """Returns ``name version`` of those distributions that are installed."""
     found = []
     for name in names:
         with contextlib.suppress(PackageNotFoundError):

@@ -36,7 +36,7 @@ ENCODED_BYTES = tuple(2**power for power in range(16, 29, 2))
 
 
 def encoding_ms(name: str, num_bytes: int, repeat: int = 5) -> float:
-    """Median time to fold and select 0.1 % of a gradient, one core.
+    """Returns the median milliseconds to fold and select 0.1 % of a gradient on one core.
 
     Args:
         name: one of `ENCODERS`.
@@ -66,7 +66,7 @@ def encoding_ms(name: str, num_bytes: int, repeat: int = 5) -> float:
 
 
 def measure(variant: str) -> Result:
-    """A training as in the papers: density falls, and the rate drops."""
+    """Trains as in the papers: the density falls, and the rate drops."""
     made = recipe(
         **VARIANTS[variant],
         density=SETTING["density"],
@@ -111,7 +111,7 @@ def facts(run: dict[str, Any]) -> dict[str, float]:
 
 
 def tables(result: Result) -> str:
-    """What the pictures show, in numbers."""
+    """Returns the pictures' numbers as tables."""
 
     def cell(value: float) -> str:
         return "-" if np.isnan(value) else f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"

@@ -10,7 +10,7 @@ from benchmarks.studies.study import markdown
 
 
 def ranks(result: dict[str, Any]) -> str:
-    """ExDyna's Fig. 8: scores on the way, and the union."""
+    """Returns a table for ExDyna's Fig. 8: scores on the way, and the union."""
     setting, rows = result["setting"], []
     for name, run in result["runs"].items():
         label = "dense" if name == "dense" else f"P = {name.partition('/')[2]}"
@@ -58,7 +58,7 @@ def beside_spardl(result: dict[str, Any], fact: str, shown: str) -> str:
 
 
 def parts(result: dict[str, Any]) -> str:
-    """DRAGONN's Figs. 6 and 10 (b): iterations with one part after the other."""
+    """Returns a table for DRAGONN's Figs. 6 and 10 (b): seconds of an iteration by part."""
     (launch,) = result["launches"]
     seconds = {item["method"]: item["seconds"]["median"] for item in launch["results"]}
     alone, dense = seconds["alone"], ", decoded densely"

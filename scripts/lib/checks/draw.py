@@ -16,7 +16,7 @@ NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Every node of these kinds in the package, with its module's path."""
+    """Yields every node of these kinds in the package, with its module's path."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, kinds):
@@ -24,7 +24,7 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def signature(node: Any) -> str:
-    """A class' name, or a function's name, arguments and result."""
+    """Returns a class' name, or a function's name, arguments and result type."""
     if isinstance(node, ast.ClassDef):
         return f"class {node.name}"
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -32,14 +32,14 @@ def signature(node: Any) -> str:
 
 
 def docstrings() -> list[str]:
-    """First paragraphs of docstrings, with their signatures."""
+    """Returns the first paragraphs of docstrings, with their signatures."""
     texts = ((path, node, ast.get_docstring(node)) for path, node in nodes(*NAMED))
     firsts = ((path, node, text.split("\n\n")[0].replace("\n", " ")) for path, node, text in texts if text)
     return [f"{path}: {signature(node)}\n    {first}" for path, node, first in firsts]
 
 
 def errors() -> list[str]:
-    """Exceptions that the package raises with a message, as source text with the value of `allowed`."""
+    """Returns raised exceptions with a message, as source text with the value of `allowed`."""
     texts, known = list[str](), dict[str, Any]()  # `allowed` by path
     for path, node in sorted(nodes(ast.Assign, ast.Raise), key=lambda one: (one[0], one[1].lineno)):
         if isinstance(node, ast.Assign):
@@ -51,7 +51,7 @@ def errors() -> list[str]:
 
 
 def names(public: bool) -> list[str]:
-    """Functions and classes with their signatures: public ones, or those whose name begins with `_`."""
+    """Returns signatures of public functions and classes, or of those whose name begins with `_`."""
     named = ((path, node) for path, node in nodes(*NAMED) if node.name[:2] != "__")
     return [f"{path}: {signature(node)}" for path, node in named if (node.name[0] != "_") == public]
 

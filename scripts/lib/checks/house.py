@@ -101,13 +101,13 @@ def loaded() -> int:
 
 
 def words() -> int:
-    """Of README.md and docs, less the appendix, which a command writes."""
+    """Counts the words of README.md and docs, without the appendix, which a command writes."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sum(len(page.read_text().split()) for page in pages if "appendix" not in page.parts)
 
 
 def measured() -> dict[str, float]:
-    """Every figure, by its name."""
+    """Returns every figure, by its name."""
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     code = sum(len(code_lines(text)) for text in texts.values())
     tests = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]

@@ -32,7 +32,7 @@ RECIPE, SAVE_STEPS, LOOK_STEPS, WARM_STEPS, FLAT = "exdyna:density=0.05", 20, 20
 
 
 def worker(folder: Path, steps: int) -> None:
-    """One rank: goes on from the newest checkpoint, to the end."""
+    """Runs one rank from the newest checkpoint to the end."""
     import numpy as np
     import torch
 

@@ -35,7 +35,7 @@ _CONSEQUENCES = ("Horovod has been shut down", "Connection reset by peer", "Conn
 
 
 def slots(cluster: Cluster, num_ranks: int) -> list[tuple[str, int]]:
-    """How many ranks each host gets: neighbours in rank share a host, and no two hosts differ by more than 1.
+    """Return each host and its number of ranks: neighbours share a host, and hosts differ by at most 1.
 
     Hosts without a rank are left out.
     """
@@ -45,7 +45,7 @@ def slots(cluster: Cluster, num_ranks: int) -> list[tuple[str, int]]:
 
 
 def mpi_command(cluster: Cluster, num_ranks: int, command: list[str]) -> list[str]:
-    """The mpirun that starts `command` on the hosts.
+    """Return the mpirun command that starts `command` on the hosts.
 
     Raises:
         ClusterError: there is no mpirun, or not one of Open MPI 4.
@@ -75,7 +75,7 @@ def mpi_command(cluster: Cluster, num_ranks: int, command: list[str]) -> list[st
 
 
 def gloo_command(cluster: Cluster, num_ranks: int, command: list[str]) -> list[str]:
-    """Horovod's launcher for Gloo, with our way into a host in place of ssh.
+    """Return the command of Horovod's launcher for Gloo, which enters a host's namespace instead of ssh.
 
     Raises:
         ClusterError: the Python on PATH has no Horovod.

@@ -96,7 +96,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _state(cluster: Cluster) -> dict[str, Any]:
-    """What is known about a cluster, with the counters of its hosts; an incomplete one has no hosts."""
+    """Returns a cluster's facts and its hosts' counters; an incomplete cluster has no hosts."""
     try:
         hosts = counters(load_complete(cluster.name))
     except ClusterError:

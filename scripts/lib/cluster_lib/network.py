@@ -78,7 +78,7 @@ def _build(cluster: Cluster) -> None:
 
 
 def _hold_packets_back(namespace: str, seconds: float) -> None:
-    """Start what delays a host's packets; it ends with the other processes of the host."""
+    """Start the process that delays a host's packets; it ends with the host's other processes."""
     command = ["ip", "netns", "exec", namespace, sys.executable, str(_LATENCY), str(seconds)]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, **pipes, start_new_session=True, text=True)
@@ -97,7 +97,7 @@ def _add_namespace(namespace: str) -> None:
 
 
 def remove(name: str) -> bool:
-    """Take a cluster away, whatever state it is in; False if there was none."""
+    """Remove a cluster in whatever state; return False if there was none."""
     with locked(LOCK):
         found = load(name)
         if found is not None:
@@ -151,7 +151,7 @@ def end_processes(cluster: Cluster, of_run: bool = False, patience_s: float = 2.
 
 
 def counters(cluster: Cluster) -> list[dict[str, Any]]:
-    """What went over every host's interface since `up`, read at one moment at the switch's ports."""
+    """Return the bytes over every host's interface since `up`, read at once at the switch's ports."""
     links = json.loads(run("ip", "-n", cluster.switch, "-s", "-j", "link", "show", "type", "veth"))
     ports = {link["ifname"]: link["stats64"] for link in links}
     queues = json.loads(run("tc", "-n", cluster.switch, "-s", "-j", "qdisc", "show"))

@@ -11,7 +11,7 @@ _LOWEST, _HIGHEST = 10**6, 100 * 10**9
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate as it was asked for, and in bits per second; None is no limit."""
+    """A rate as given, and in bits per second; None is no limit."""
 
     text: str
     bits_per_second: int | None
@@ -57,7 +57,7 @@ class Rate:
 
     @property
     def tbf(self) -> list[str]:
-        """The arguments of tc that limit an interface to this rate."""
+        """Return the arguments of tc that limit an interface to this rate."""
         return [
             *("tbf", "rate", f"{self.bits_per_second}bit"),
             *("burst", str(self.burst_bytes), "limit", str(self.queue_bytes)),
@@ -66,7 +66,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Latency:
-    """How late a message comes, as it was asked for, and in seconds."""
+    """A delay of messages, as given and in seconds."""
 
     text: str
     seconds: float

@@ -71,12 +71,12 @@ class Cluster:
 
     @property
     def logs(self) -> Path:
-        """Where the last run left what its ranks had to say."""
+        """The folder with the last run's output of ranks."""
         return self.folder / "logs"
 
     @property
     def scratch(self) -> Path:
-        """Where a launcher keeps what it needs while it runs."""
+        """The folder for a launcher's files while it runs."""
         return self.folder / "tmp"
 
     @property
@@ -110,7 +110,7 @@ def check_name(name: str) -> None:
 
 
 def load(name: str) -> Cluster | None:
-    """The recorded cluster of that name, complete or not."""
+    """Returns the recorded cluster of that name, complete or not."""
     check_name(name)
     try:
         facts = json.loads((STATE / name / "record.json").read_text())
@@ -120,7 +120,7 @@ def load(name: str) -> Cluster | None:
 
 
 def load_complete(name: str) -> Cluster:
-    """The cluster of that name, ready to use, or a ClusterError."""
+    """Returns the complete cluster of that name, or raises a ClusterError."""
     cluster = load(name)
     if cluster is None:
         others = ", ".join(cluster.name for cluster in load_all()) or "none"
@@ -137,7 +137,7 @@ def load_complete(name: str) -> Cluster:
 
 
 def load_all() -> list[Cluster]:
-    """Every recorded cluster, by name."""
+    """Returns all recorded clusters, sorted by name."""
     folders = sorted(STATE.glob("*/record.json"))
     return [found for found in (load(path.parent.name) for path in folders) if found is not None]
 

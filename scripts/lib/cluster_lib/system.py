@@ -8,7 +8,7 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv"
 
 
 class ClusterError(Exception):
-    """What went wrong, in one line, and what to do about it, a line each."""
+    """An error: one line says what went wrong, further lines what to do."""
 
     def __init__(self, message: str, *advice: str, status: int = 1) -> None:
         super().__init__(message)

@@ -28,7 +28,7 @@ _LANGUAGES = {".py": "python", ".sh": "sh", ".cfg": "ini", ".toml": "toml", ".ym
 
 
 def site_path(path: str) -> str:
-    """Where the site has a file of the repository.
+    """Returns where the site has a file of the repository.
 
     Example:
         >>> site_path("docs/design.md"), site_path("README.md"), site_path("examples/digits.py")
@@ -47,7 +47,7 @@ def links(text: str) -> list[str]:
 
 
 def target_of(link: str, page: str) -> str | None:
-    """The file of the repository that a link of a page leads to; None where it leads elsewhere.
+    """Returns the repository's file to which a page's link leads; None if it leads elsewhere.
 
     Args:
         link: as it is written, its anchor included.
@@ -60,7 +60,7 @@ def target_of(link: str, page: str) -> str | None:
 
 
 def with_links(text: str, page: str) -> str:
-    """The page's text, its links as they have to be on the site."""
+    """Returns the page's text with its links changed for the site."""
     here = posixpath.dirname(site_path(page)) or "."
 
     def replace(match: re.Match[str]) -> str:
@@ -78,7 +78,7 @@ def with_links(text: str, page: str) -> str:
 
 
 def reference_page(title: str, modules: list[str]) -> str:
-    """A page of the API reference, every public name with an entry of its own."""
+    """Returns a page of the API reference, with an entry for every public name."""
     lines = [f"# {title}"]
     for module in modules:
         if len(modules) > 1:
@@ -91,7 +91,7 @@ def reference_page(title: str, modules: list[str]) -> str:
 
 
 def pages_of_repository() -> list[str]:
-    """Every page written by hand, by its path in the repository."""
+    """Returns the paths of all pages written by hand."""
     return [*MOVED, *(f"{path.relative_to(ROOT)}" for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 

@@ -53,13 +53,13 @@ INTERNAL = tuple(f"horovod_sparse.{name}" for name in ("kernels", "planning", "t
 
 
 def source_of(module: str) -> Path:
-    """The file of a module or package."""
+    """Returns the file of a module or package."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def public_names(module: str) -> list[str]:
-    """What a module offers, in its own order.
+    """Returns a module's public names, in its own order.
 
     A module offers its own classes, functions and constants without an underscore; a package, or one that has
     none of these, what it imports "as" itself, too.

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed(*names: str) -> str:
-    """The version of the first of these distributions that is installed, or "none"."""
+    """Returns the version of the first of these distributions that is installed, or "none"."""
     for name in names:
         try:
             return version(name)
