@@ -244,7 +244,7 @@ class TwoLevelBucket(Bucket):
         if not selections:
             values = np.concatenate([one.sum for one in messages]).view(dtype)
             if values.size != n:
-                raise MessageError(f"ranks sent {values.size} values for {n} elements: models differ")
+                raise MessageError(f"ranks sent {values.size} values for {n} elements: give all one model")
             return WholeSum(values, counts, notes), marks, overflow
         whole = unpack_sum(np.concatenate(selections), len(selections), _INSIDE, n, dtype)
         return SparseSum(whole.indices, whole.values, counts, notes), marks, overflow

@@ -174,7 +174,7 @@ def _saved_states(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the optimizer's and the model's states in a checkpoint entry."""
     kept = _to_tensors(entry.get("training"))
     if not isinstance(kept, dict):
-        raise StateMismatchError("the checkpoint is not one of PyTorch: it has no optimizer")
+        raise StateMismatchError("the checkpoint has no optimizer, so PyTorch did not save it")
     return kept
 
 

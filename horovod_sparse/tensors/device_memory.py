@@ -122,7 +122,7 @@ def apply_scaled_sum(
     flat = dense.detach().view(-1)
     if indices is None:
         if len(values) != flat.numel():
-            raise MessageError(f"ranks sent {len(values)} values for {flat.numel()} elements: models differ")
+            raise MessageError(f"ranks sent {len(values)} values for {flat.numel()} elements: use one model")
         if not isinstance(values, torch.Tensor):
             values = to_device(np.ascontiguousarray(values), flat.device)
         flat.copy_(values * scale)
@@ -131,7 +131,7 @@ def apply_scaled_sum(
     kind = np.float64 if flat.dtype == torch.float64 else np.float32
     new = np.ascontiguousarray(values).reshape(-1).astype(kind, copy=False)
     if new.size != where.size:
-        raise MessageError(f"{where.size} indices came with {new.size} values: ranks' versions differ")
+        raise MessageError(f"{where.size} indices came with {new.size} values: use one version on all ranks")
     if where.size == 0:
         return 0
     if flat.itemsize == 2:

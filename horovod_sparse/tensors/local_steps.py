@@ -361,7 +361,7 @@ class LocalBinding(Steps):
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in saved.get(what, {}).items()}
             if other := found.items() ^ wanted.items():
-                raise StateMismatchError(f"{what} of {min(other)[0]} was saved by another model or outer=")
+                raise StateMismatchError(f"saved {what} of {min(other)[0]}: use its model and outer=")
         return saved
 
 

@@ -69,7 +69,7 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
     try:
         entry = on_host(entry)
     except RecursionError as error:
-        raise StateMismatchError("the saved state is nested too deeply for a checkpoint entry") from error
+        raise StateMismatchError("the saved state is nested too deeply: give what was saved here") from error
     check_entry(entry, training.recipe, _ADVICE)
     facts = {**training.facts, **training.engine.facts(training.facts)}
     known = {name: local(one) for name, (_, one) in facts.items()}

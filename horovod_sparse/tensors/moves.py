@@ -53,7 +53,7 @@ class HostParameters(Parameters):
             if [memory_strides(one) for one in own] != self._orders:
                 raise UnsupportedError(
                     "parameters have another order in memory than when their optimizer was attached: "
-                    "convert the model (channels_last) before"
+                    "convert the model (channels_last) before that"
                 )
             self._addresses, self._memory = addresses, [self._as_array(flat(one)) for one in own]
         return self._memory

@@ -227,7 +227,7 @@ def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root:
     lacking = [rank for rank, mine in enumerate(everyone) if not mine]
     raise CheckpointError(
         f"{root} holds no complete checkpoint{'' if step is None else f' of step {step}'} that all ranks "
-        f"see; ranks that see none at all: {lacking or 'none'}"
+        f"see: give all the directory of save(). Ranks that see none at all: {lacking or 'none'}"
     )
 
 

@@ -349,7 +349,7 @@ def _read_headers(
     heads, start = [], 0
     for rank in range(size):
         if start + header > buffer.size:
-            raise MessageError(f"{buffer.size} words end before rank {rank}'s message: do versions differ?")
+            raise MessageError(f"{buffer.size} words end before rank {rank}'s message: use one version")
         length, count, mark = buffer[start : start + 3].tolist()
         if (length > 0) != (tag is None) or (tag is not None and int(buffer[start + HEADER_WORDS]) != tag):
             raise MessageError(
@@ -370,5 +370,5 @@ def _read_headers(
         heads.append((start, count, mark, at))
         start += length
     if start != buffer.size:
-        raise MessageError(f"{buffer.size} words for {size} ranks, {start} are messages: do versions differ?")
+        raise MessageError(f"{buffer.size} words for {size} ranks, {start} are messages: use one version")
     return heads
