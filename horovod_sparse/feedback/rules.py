@@ -115,7 +115,10 @@ def with_rule(recipe: Any, own: Any, kind: str, groups: Sequence[Mapping[str, An
     """Returns the recipe with this kind of optimizer's rule; raises on settings that the rule ignores."""
     given, sparsifier = recipe.feedback, recipe.sparsifier
     if isinstance(given, feedbacks.BestFeedback):
-        given = own() if given.clip_norm is None else own(clip_norm=given.clip_norm)
+        kept = {} if given.clip_norm is None else {"clip_norm": given.clip_norm}
+        if kept and own.takes_whole:
+            raise ArgumentError("clip_norm", given.clip_norm, f"None with {kind}: its steps have one length")
+        given = own(**kept)
     if not isinstance(given, own):
         name = getattr(given, "text_name", type(given).__name__)
         raise ArgumentError("feedback", name, f"'best' or {own.text_name!r} with {kind}")

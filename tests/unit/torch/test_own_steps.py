@@ -182,6 +182,8 @@ def test_best_is_found_by_the_optimizer() -> None:
         recipe_for(OPTIM.AdamW(parameters), parse_recipe("topk:feedback=rmsprop"))
     with pytest.raises(ArgumentError, match=r"^momentum=0\.9 .* give 0 as the optimizer has it"):
         recipe_for(OPTIM.SGD(parameters), parse_recipe("topk:feedback=sgd(momentum=0.9)"))
+    with pytest.raises(ArgumentError, match=r"^clip_norm=1\.0 .* None with Muon"):
+        recipe_for(OPTIM.Muon(parameters), parse_recipe("topk:feedback=best(clip_norm=1.0)"))
     with pytest.raises(ArgumentError, match=r"feedback='adam'.*'best' or 'sgd' with SGD"):
         recipe_for(OPTIM.SGD(parameters), parse_recipe("best:steps=1000"))
 
