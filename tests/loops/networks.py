@@ -178,6 +178,20 @@ def thaw(model, optimizer):
     getattr(model, "module", model)[0].requires_grad_(True)
 
 
+def by_half(model, *_):
+    model.half()
+    model.float()
+
+
+def elsewhere(model, *_):
+    for one in model.parameters():
+        one.data = one.data.clone()
+
+
+def shared(model, *_):
+    model.share_memory()
+
+
 NOT_SHARDED = {"without": ("FSDP2",)}
 fitted("tied_weights", Tied)
 fitted("checkpointed_activations", lambda: Tied(reentrant=False))
@@ -188,6 +202,11 @@ fitted("convolutions", convolutional)
 _LATER = dict.fromkeys(("DDP steps", "module steps", "Horovod steps"), "order in memory")
 _REORDERED = NOT_SHARDED | {"at": {2: channels_last}, "refused": _LATER, "reference": "module"}
 fitted("channels_last_after_construction", plain_convolutional, **_REORDERED)
+_MOVED = {"without": ("DDP", "FSDP2"), "reference": "module"}
+for _move in (by_half, elsewhere, shared):
+    fitted(f"moved_{_move.__name__}", plain_convolutional, at={1: _move, 3: _move}, **_MOVED)
+fitted("moved_elsewhere_before_a_step", plain_convolutional, before=elsewhere, **_MOVED)
+fitted("moved_shared_before_a_step", plain_convolutional, before=shared, **_MOVED)
 fitted("compiled_models", lambda: torch.compile(net_of(), backend="eager"), **NOT_SHARDED)
 fitted("normed_weights", normed)
 fitted("one_parameter", One, **NOT_SHARDED)
@@ -201,7 +220,8 @@ fitted("embeddings", Words)
 _REFUSED = {"Horovod": "sparse_as_dense", "stock": ""}
 fitted("sparse_embeddings", lambda: Words(sparse=True), refused=_REFUSED, **NOT_SHARDED)
 fitted("frozen_from_the_start", frozen, leaves_out_frozen=True)
-fitted("thawed_in_mid_training", frozen, count=6, at={3: thaw}, reference="module", conserves=False)
+for _name, _at in {"in_mid_training": 3, "before_the_first_step": 0}.items():
+    fitted(f"thawed_{_name}", frozen, count=6, at={_at: thaw}, reference="module", conserves=False)
 
 
 @loop(reference="module")

@@ -4,14 +4,11 @@ Without a GPU Triton's own interpreter carries out the kernels, which is slow bu
 with fewer and smaller examples.
 """
 
-import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,32 +26,19 @@ class Place:
     max_elements: int
 
 
-def _why_no_triton() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
-    version = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
-    numpy = tuple(int(part) for part in np.__version__.split(".")[:2])
-    if version < (3, 4):
-        return "the kernels need Triton 3.4"
-    if not HAS_GPU and version < (3, 9) and numpy >= (2, 4):
-        return "the interpreter of Triton before 3.9 does not work with NumPy 2.4"
-    return None
-
-
 def _places() -> Iterator[Any]:
-    yield pytest.param(("plain", "cpu", 100, 3000), id="plain-cpu")
-    reason = _why_no_triton()
+    from horovod_sparse.tensors import plain_kernels
+    from horovod_sparse.tensors.accumulator import _load_triton_kernels
+
+    triton = _load_triton_kernels()
+    yield pytest.param(Place(plain_kernels, "cpu", 100, 3000), id="plain-cpu")
     if HAS_GPU:
-        yield pytest.param(("plain", "cuda", 30, 30_000), id="plain-cuda")
-        budget = ("triton", "cuda", 100, 300_000)
-    else:
-        budget = ("triton", "cpu", 6, 700)
-    yield pytest.param(budget, id="triton", marks=pytest.mark.skipif(bool(reason), reason=reason or "-"))
+        yield pytest.param(Place(plain_kernels, "cuda", 30, 30_000), id="plain-cuda")
+    place = Place(triton, "cuda", 100, 300_000) if HAS_GPU else Place(triton, "cpu", 6, 700)
+    missing = pytest.mark.skipif(triton is plain_kernels, reason="no Triton here that has all it takes")
+    yield pytest.param(place, id="triton", marks=missing)
 
 
 @pytest.fixture(params=_places())
 def place(request: pytest.FixtureRequest) -> Place:
-    name, device, num_examples, max_elements = request.param
-    modules = {"plain": "plain_kernels", "triton": "triton"}
-    kernels = importlib.import_module(f"horovod_sparse.tensors.{modules[name]}")
-    return Place(kernels, device, num_examples, max_elements)
+    return request.param
