@@ -85,16 +85,16 @@ def random_bits(words: Any, key: int) -> Any:
         key: 64 bits.
     """
     words ^= (words >> 16) & 0xFFFF
-    words *= signed(FIRST)
-    words ^= signed(key >> 32)
+    words *= as_int32(FIRST)
+    words ^= as_int32(key >> 32)
     words ^= (words >> 15) & 0x1FFFF
-    words *= signed(SECOND)
+    words *= as_int32(SECOND)
     words >>= 8
     words &= 0xFFFFFF
     return words
 
 
-def signed(number: int) -> int:
+def as_int32(number: int) -> int:
     """Returns the low 32 bits of a number, read as an int32."""
     return ((number & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
@@ -108,7 +108,7 @@ def windows(num_elements: int, length: int, chunk: int) -> Iterator[tuple[int, i
             yield start, min(start + chunk, last)
 
 
-def spread(by_group: Array, start: int, stop: int, length: int) -> Array:
+def repeat_by_group(by_group: Array, start: int, stop: int, length: int) -> Array:
     """Returns for each element of a window the value of its group (of `length` elements) in `by_group`."""
     own = by_group[start // length : -(-stop // length)]
     if own.size == 1:
@@ -154,15 +154,15 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
     if code.levels:  # a unit so small that its inverse is no number: all of it stays
         units[~np.isfinite(inverse)] = inverse[~np.isfinite(inverse)] = 0
     words[:at] = units.view(np.int32)
-    counters = np.arange(CHUNK, dtype=np.int32) * np.int32(signed(COUNTER))
+    counters = np.arange(CHUNK, dtype=np.int32) * np.int32(as_int32(COUNTER))
     for start, stop in windows(n, length, CHUNK):
         part = values[start:stop]
         negative = (part < 0).view(np.uint8)
         planes, numbers = [negative], np.ones(part.size, np.uint8)
         if code.levels:
             sizes = np.abs(part)
-            sizes *= spread(inverse, start, stop, length)
-            counted = counters[: part.size] + np.int32(signed(start * COUNTER + key))
+            sizes *= repeat_by_group(inverse, start, stop, length)
+            counted = counters[: part.size] + np.int32(as_int32(start * COUNTER + key))
             bits = random_bits(counted, key).astype(values.dtype)
             bits *= values.dtype.type(2.0**-24)
             sizes += bits
@@ -209,5 +209,5 @@ def _dequantize(
     numbers ^= negative
     numbers -= negative
     floats = numbers.view(np.int8).astype(units.dtype)
-    floats *= spread(units, start, start + numbers.size, length)
+    floats *= repeat_by_group(units, start, start + numbers.size, length)
     return floats

@@ -194,9 +194,9 @@ class OkTopk(Sparsifier):
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Keeps this rank's sums that reach the global threshold, which ranks find by an allgather.
+        """Returns this rank's sums that reach the global threshold, and what ranks found by an allgather.
 
-        Returns kept sums, ranks' numbers of selected and kept elements, the threshold, and next regions.
+        That is: numbers of selected and kept elements by rank, the threshold, and the next regions.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of

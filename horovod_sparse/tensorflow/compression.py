@@ -23,7 +23,7 @@ from horovod_sparse.training.settings import Settings
 
 
 class SparseCompressor(WithState, hvd.compression.Compressor):
-    """A recipe with its variables' residuals and states; made by `Compression.topk(...)` and others.
+    """A sparsifier as `compression=` takes it: a recipe, with the residuals and states of its variables.
 
     Make it once, outside of the training loop and of `tf.function`, one for every tape or optimizer: a tape
     lives for one step, and residuals as long as the training. Stock Horovod's tapes and optimizers reduce

@@ -82,13 +82,13 @@ class Driver:
             return [tf.as_dtype(dtype) for dtype in itertools.chain(*dtypes)]
 
         with tf.device(HOST):
-            held, *messages = self.host.run(start_tasks, inputs, [tf.int32, *output_types(0)])
+            held, *messages = self.host.add_to_graph(start_tasks, inputs, [tf.int32, *output_types(0)])
             for number, kind in enumerate(kinds):
                 answers = [tf.constant(number, tf.int32)]
                 for i, task in enumerate(tasks):
                     buffer, splits = shaped(messages[2 * i : 2 * i + 2], ([None], [None]))
                     answers += carry_out(kind, buffer, splits, f"{task.name}.{number}", self._process_set)
-                messages = self.host.run(resume_tasks, answers, output_types(number + 1))
+                messages = self.host.add_to_graph(resume_tasks, answers, output_types(number + 1))
             return [held, *shaped(messages[:1], ([],))]
 
 

@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.state import WithState
-from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
+from horovod_sparse.tensorflow.tensors import as_variable, create_variables, variables_of
 
 #: in errors after which ranks begin anew from their last state; an unknown error may name the operation alone
 _PEER_IS_GONE = ("HorovodInternalError", "Horovod has been shut down"), ("HorovodAll", "HorovodBroadcast")
@@ -77,7 +77,7 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
         self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
         if self.optimizer is None:
             raise ArgumentError("optimizer", None, "an optimizer, or compile the model with one")
-        build(self.optimizer, model.trainable_variables)
+        create_variables(self.optimizer, model.trainable_variables)
         self._init_state(attributes)
 
     def _all_variables(self) -> Sequence[Any]:

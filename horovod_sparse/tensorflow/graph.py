@@ -48,7 +48,7 @@ class HostFunctions:
     def __init__(self) -> None:
         self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
-    def run(
+    def add_to_graph(
         self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
     ) -> list[tf.Tensor]:
         """Adds a host function to a graph, which calls it in every step as soon as its inputs are ready.
@@ -129,14 +129,14 @@ class Order:
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    def behind(self) -> Any:
+    def after(self) -> Any:
         """Returns a context whose new operations run after the last noted one."""
         graph = tf.compat.v1.get_default_graph()
         name = self._last.get(graph)
         return tf.control_dependencies([] if name is None else [graph.get_tensor_by_name(name)])
 
-    def note(self, token: tf.Tensor) -> None:
-        """Notes the end of a synchronization: operations within the next `behind()` run after it."""
+    def set_last(self, token: tf.Tensor) -> None:
+        """Notes the end of a synchronization: operations within the next `after()` run after it."""
         self._last[tf.compat.v1.get_default_graph()] = token.name
 
 
@@ -160,14 +160,14 @@ class _Gate:
         pass
 
 
-def gate(token: tf.Tensor) -> None:
+def gate_later_operations(token: tf.Tensor) -> None:
     """Makes operations added later wait for a tensor, so that a step that raises updates no variable."""
     _Gate(token.op)
 
 
 @contextlib.contextmanager
 def ungated() -> Iterator[None]:
-    """Returns a context whose operations do not wait for `gate`: those that update no variable."""
+    """Returns a context whose operations do not wait for gates: those that update no variable."""
     graph: Any = tf.compat.v1.get_default_graph()
     every = graph._control_dependencies_stack
     graph._control_dependencies_stack = [one for one in every if not isinstance(one, _Gate)]

@@ -76,7 +76,7 @@ def measured_profile(
         found.update(zip(unique_names(chosen), chosen, strict=True))
         with tf.device(HOST):
             given = zip(found, gradients, strict=True)
-            return [host.run(stamp_of(name), [gradient], [tf.int64])[0] for name, gradient in given]
+            return [host.add_to_graph(stamp_of(name), [gradient], [tf.int64])[0] for name, gradient in given]
 
     run_backward.get_concrete_function()
     recorder = BackwardRecorder(list(found), 1, lambda start, stop: stop - start)

@@ -135,7 +135,7 @@ class GradientSynchronizer(VariablesTraining):
         with graph.ungated():
             results, end, skipped = self._add_sums(gradients, variables, scaled)
         if end is not None:
-            graph.gate(end)
+            graph.gate_later_operations(end)
         return [*results, skipped]
 
     def _add_sums(
@@ -171,16 +171,16 @@ class GradientSynchronizer(VariablesTraining):
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
 
         waits = is_elastic() or check is not None
-        with graph.WAITING.behind() if waits else contextlib.nullcontext(), tf.device(graph.HOST):
-            ended = self.host.run(finish_step, tokens, [dtype for dtype, _ in like])
+        with graph.WAITING.after() if waits else contextlib.nullcontext(), tf.device(graph.HOST):
+            ended = self.host.add_to_graph(finish_step, tokens, [dtype for dtype, _ in like])
             *sums, outcome, due = shaped(ended, [shape for _, shape in like])
             end = outcome
             if check is not None:
                 end = self._drift_checks.compare_when_due(due, check, variables, self.also_equal())
         for order in (self._order, graph.WAITING) if waits else (self._order,):
-            order.note(end)
+            order.set_last(end)
         if parts:
-            self.watch.disarm(end)
+            self.watch.pass_assertion(end)
         skipped = tf.equal(outcome, int(Outcome.SKIPPED))
         for i in slices:  # with a loss that is scaled, NaN stays what it is
             kept = tf.where(skipped, tf.zeros_like(results[i].values), results[i].values)
@@ -229,7 +229,7 @@ class GradientSynchronizer(VariablesTraining):
         results, by_name, slices = list(gradients), dict[str, int](), set[str]()
         makes_steps = self.recipe.feedback.applies_rate
         # in elastic training a new bucket may wait for other ranks
-        with self._order.behind(), graph.WAITING.behind() if is_elastic() else contextlib.nullcontext():
+        with self._order.after(), graph.WAITING.after() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
                 name = self.name_of(variable)
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
@@ -254,7 +254,7 @@ class GradientSynchronizer(VariablesTraining):
             ]
             tokens = self._driver.start(parts, tensors)
         if parts:
-            self.watch.arm()
+            self.watch.add_assertion()
         return results, by_name, parts, tokens
 
 
@@ -307,7 +307,7 @@ class DriftChecks:
         def compared_in_graph() -> tf.Tensor:
             with tf.device(graph.HOST):
                 values = [variable.read_value() for variable in named.values()]
-                done = self._host.run(compare_on_host, values, [tf.int32])[0]
+                done = self._host.add_to_graph(compare_on_host, values, [tf.int32])[0]
             done.set_shape([])
             return done
 

@@ -50,7 +50,7 @@ def is_comparable(variable: Any) -> bool:
     return bool(variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
 
 
-def build(optimizer: Any, variables: Sequence[Any]) -> None:
+def create_variables(optimizer: Any, variables: Sequence[Any]) -> None:
     """Makes a Keras optimizer create its own variables, unless it has done so."""
     if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
         optimizer._create_all_weights(variables)

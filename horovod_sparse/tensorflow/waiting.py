@@ -56,7 +56,7 @@ class Watch:
         self._eager: list[tuple[float, str]] = []
         self._error: DeadlineError | None = None
 
-    def arm(self) -> None:
+    def add_assertion(self) -> None:
         """Adds an assertion to the graph being traced, by which `fail_graph` can end a run of the graph."""
         if self.deadline.seconds == math.inf:
             return
@@ -72,8 +72,8 @@ class Watch:
             passes = tf.raw_ops.Assert(condition=tf.equal(message, ""), data=[message])
             run_independently(passes, "Assert")
 
-    def disarm(self, end: tf.Tensor) -> None:
-        """Makes the assertion of `arm` pass once the tensor `end`, the end of a step, is ready."""
+    def pass_assertion(self, end: tf.Tensor) -> None:
+        """Makes the assertion pass once the tensor `end`, the end of a step, is ready."""
         if self.deadline.seconds == math.inf:
             return
         with tf.device(HOST), tf.control_dependencies([end]):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, random_bits, signed, windows
+from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, as_int32, random_bits, windows
 
 
 def device_block_size(density: float) -> int:
@@ -28,7 +28,7 @@ def device_block_size(density: float) -> int:
 
 
 def int_type(dtype: torch.dtype) -> torch.dtype:
-    """Returns the signed integer dtype as wide as float32 or float64."""
+    """Returns the as_int32 integer dtype as wide as float32 or float64."""
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
@@ -305,7 +305,7 @@ def encode(values: Tensor, code: Quantization, key: int) -> tuple[Tensor, Tensor
         below, sent = part < 0, units[group]
         planes = [below]
         if code.levels:
-            bits = random_bits(positions * signed(COUNTER) + signed(key), key).to(values.dtype)
+            bits = random_bits(positions * as_int32(COUNTER) + as_int32(key), key).to(values.dtype)
             numbers = (part.abs() * inverse[group] + bits * 2.0**-24).int().clamp_(max=code.levels)
             planes += [(numbers >> place & 1).bool() for place in range(code.code_bits - 1)]
             sent = numbers.to(values.dtype) * sent

@@ -21,7 +21,7 @@ from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import sparse_vectors as kernels
 from horovod_sparse.kernels.host.scatter import find_outside, narrow, widen
-from horovod_sparse.kernels.quantization import spread
+from horovod_sparse.kernels.quantization import repeat_by_group
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -217,7 +217,7 @@ class TwoBit:
         _FLOATS["bfloat16"].decode(blocks, means)
         bits = np.unpackbits(planes.view(np.uint8), axis=1, count=out.size, bitorder="little")
         negative, is_large = bits.astype(np.float32)
-        small, large = (spread(means[which::2], 0, out.size, TWO_BIT_BLOCK) for which in (0, 1))
+        small, large = (repeat_by_group(means[which::2], 0, out.size, TWO_BIT_BLOCK) for which in (0, 1))
         out[:] = large * is_large + small * (1 - is_large)  # exact: one of them is 0
         out *= 1 - 2 * negative
         out += 0  # no -0

@@ -117,7 +117,7 @@ def keys_between(values, low, high, start, stop, keys):  # type: ignore[no-untyp
 
 @kernel
 def raise_bound(bound, k, indices, bits, count):  # type: ignore[no-untyped-def]
-    """Raises the bound to the k-th largest candidate, drops candidates below, and returns how many remain."""
+    """Raises a fold's bound to the k-th largest candidate, drops those below; returns how many remain."""
     if not 0 < k <= count:
         return count
     num_bits = 8 * bits.itemsize - 1

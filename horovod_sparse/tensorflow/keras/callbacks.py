@@ -17,7 +17,7 @@ from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.keras.distributed import is_keras3
-from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
+from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, create_variables, variables_of
 from horovod_sparse.tensorflow.waiting import Watch
 
 
@@ -53,7 +53,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             _check_distributed(optimizer)
         if not self.broadcast_done:
             if optimizer is not None and model.built:
-                build(optimizer, model.trainable_variables)
+                create_variables(optimizer, model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -231,7 +231,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             return
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
-        build(optimizer, self.model.trainable_variables)
+        create_variables(optimizer, self.model.trainable_variables)
         self.loaded_step = state.load(self.directory, optimizer, variables=self._variables())
         epoch = int(self._epoch.numpy())
         if hasattr(self.model, "_initial_epoch"):

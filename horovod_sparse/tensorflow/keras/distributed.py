@@ -18,7 +18,7 @@ from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, With
 from horovod_sparse.tensorflow.tensors import (
     as_dense,
     as_variable,
-    build,
+    create_variables,
     multiply,
     reduce_if_finite,
     variables_of,
@@ -134,7 +134,7 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
                     "a plain tf.GradientTape, or give these to a plain optimizer"
                 )
             with tf.init_scope():
-                build(self, variables)
+                create_variables(self, variables)
             if is_scaler:
                 # gradients have been unscaled under tf-keras, and have not been under Keras 3
                 scale = (self.dynamic_scale.value, True) if is_keras3(self) else (1.0, self.dynamic)
@@ -153,7 +153,7 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
             def count_pass() -> None:
                 self.iterations.assign_add(1)  # as Horovod does: schedules count passes
 
-            return accumulation.run(grads, variables, synchronize_and_apply, count_pass)
+            return accumulation.add(grads, variables, synchronize_and_apply, count_pass)
 
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
@@ -194,7 +194,7 @@ class Accumulation:
         self._sums: dict[Any, tf.Variable] = {}
         self._count: tf.Variable | None = None
 
-    def run(
+    def add(
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],

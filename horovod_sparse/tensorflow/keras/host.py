@@ -119,7 +119,7 @@ class HostVariables(Parameters):
             one.assign(value)
 
 
-def by_name(variables: Sequence[Any]) -> dict[str, Any]:
+def variables_by_name(variables: Sequence[Any]) -> dict[str, Any]:
     """Returns variables by unique names, without the numbers that Keras adds, other ones in each process."""
     paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
     names = unique_names([SimpleNamespace(name=path) for path in paths])

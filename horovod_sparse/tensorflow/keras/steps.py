@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import raise_if_unsupported_graph
 from horovod_sparse.tensorflow.keras.distributed import is_keras3
-from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_name
+from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, variables_by_name
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.tensorflow.waiting import Watch
@@ -35,7 +35,7 @@ from horovod_sparse.training.steps import Steps
 from horovod_sparse.training.training import Training
 
 
-class _Part(StepPart):
+class _KerasPart(StepPart):
     """A bucket of variables that own steps move."""
 
     def __init__(self, moves_at_once: bool, spec: PartSpec, facts: Facts, ranks: RankAndSize) -> None:
@@ -47,7 +47,7 @@ class _Part(StepPart):
         self.bind(self.variables, moves_at_once)
 
 
-class _Engine(VariablesEngine):
+class _KerasEngine(VariablesEngine):
     """Runs the exchanges of one Keras optimizer's variables over Horovod."""
 
     def __init__(self, process_set: Any, seconds: float | None) -> None:
@@ -67,7 +67,7 @@ class KerasOwnSteps(Steps):
     """
 
     decision = None
-    engine: _Engine
+    engine: _KerasEngine
     starter: Any = property(operator.attrgetter("engine.starter"))
 
     def __init__(
@@ -79,7 +79,7 @@ class KerasOwnSteps(Steps):
         process_set: Any,
         groups: Any,
     ) -> None:
-        super().__init__(_Engine(process_set, settings.deadline_seconds), recipe, settings, schedule)
+        super().__init__(_KerasEngine(process_set, settings.deadline_seconds), recipe, settings, schedule)
         self.process_set = process_set
         self.optimizer, self._groups = optimizer, groups
         #: of Keras; those of the first step under tf-keras
@@ -92,7 +92,7 @@ class KerasOwnSteps(Steps):
         self.on_planned: Callable[[], None] = lambda: None
 
     def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[Any]:
-        return [_Part(self.schedule.moves_at_once, spec, facts, self.made_for) for spec in specs]
+        return [_KerasPart(self.schedule.moves_at_once, spec, facts, self.made_for) for spec in specs]
 
     @property
     def is_needed(self) -> bool:
@@ -144,7 +144,7 @@ class KerasOwnSteps(Steps):
             self._variables = list(known or variables)
             self.read_slots()
 
-    def run(
+    def run_on_host(
         self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float, scaled: bool
     ) -> list[Any]:
         """Runs a pass on the host; returns whether it was skipped, and the variables' new values.
@@ -194,7 +194,7 @@ class KerasOwnSteps(Steps):
         self.on_planned()
 
     def _first_facts(self) -> Facts:
-        named = by_name(self._variables)
+        named = variables_by_name(self._variables)
         for name, one in named.items():
             if one.dtype not in (tf.float32, tf.float64):
                 raise UnsupportedError(
@@ -223,14 +223,14 @@ class KerasOwnSteps(Steps):
 
     # Keras' own slots
 
-    def _slots(self) -> dict[str, Any]:
+    def _slots_by_name(self) -> dict[str, Any]:
         """Returns the Keras optimizer's own variables for second moment or velocity, by variable name."""
         slots = getattr(self.optimizer, self._rule.keras_moment, None) or []
         return dict(zip(self.facts, map(as_variable, slots), strict=False)) if self.facts else {}
 
     def write_slots(self) -> None:
         """Copies second moments or velocities to the Keras optimizer's variables; sets first moments to 0."""
-        slots = self._slots()
+        slots = self._slots_by_name()
         for companion in self.residuals_and_progress()[0][1:] if slots else ():
             for name, values in companion.items():
                 given = values * self._rule.keras_sign
@@ -246,7 +246,7 @@ class KerasOwnSteps(Steps):
         self._load_slots_into_buckets()
 
     def _load_slots_into_buckets(self) -> None:
-        slots, steps = self._slots(), self._began
+        slots, steps = self._slots_by_name(), self._began
         if slots and steps:
             moments = {name: slot.numpy() * self._rule.keras_sign for name, slot in slots.items()}
             self.load_residuals([{}, moments], dict.fromkeys(slots, Progress(steps)))
@@ -272,7 +272,7 @@ def _host_function(steps: weakref.ref[KerasOwnSteps], present: Sequence[int], sc
         if own is None:
             raise UnsupportedError("the optimizer of this tf.function was deleted: keep a reference to it")
         gradients = dict(zip(present, arrays, strict=False))
-        return own.run(gradients, arrays[len(present) :], float(rate), scaled)
+        return own.run_on_host(gradients, arrays[len(present) :], float(rate), scaled)
 
     return run_pass
 
@@ -317,11 +317,11 @@ def make_own_steps(optimizer: Any, arguments: Arguments) -> KerasOwnSteps:
     steps = KerasOwnSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)
     arguments.compression._horovod_sparse_keeper.attach(steps)
     object.__setattr__(optimizer, "_horovod_sparse_steps", steps)
-    object.__setattr__(optimizer, "__class__", _without_update(type(optimizer)))
+    object.__setattr__(optimizer, "__class__", _class_without_update(type(optimizer)))
     return steps
 
 
-def _without_update(base: Any) -> Any:
+def _class_without_update(base: Any) -> Any:
     """Returns a subclass of Keras' optimizer class that updates no variables: own steps do."""
 
     class WithoutUpdate(base):
