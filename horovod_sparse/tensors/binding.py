@@ -30,6 +30,8 @@ _log = logging.getLogger("horovod_sparse")
 RESIDUAL = "horovod_sparse_residual"
 #: key of `Progress.leans`: how similar ranks' gradients are
 LEANS = "horovod_sparse_leans"
+#: attributes that a loss scaler sets at an optimizer for its step
+_BY_SCALER = "found_inf", "grad_scale"
 _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
@@ -133,15 +135,16 @@ class Binding(Steps):
     @torch._disable_dynamo
     def _step_pre_hook(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Hook before `optimizer.step`: lets a copy without parameters step, which only runs the closure."""
-        idle = object.__new__(type(optimizer))
-        idle.__dict__ = {**vars(optimizer), "param_groups": []}
+        idle, groups = object.__new__(type(optimizer)), optimizer.param_groups
+        # without parameters some of PyTorch's optimizers reject what a loss scaler sets
+        own: dict[str, Any] = {"param_groups": [{**one, "params": []} for one in groups]}
+        idle.__dict__ = {**vars(optimizer), **own, **dict.fromkeys(_BY_SCALER)}
         return (idle, *arguments[1:]), named
 
     @torch._disable_dynamo
     @torch.no_grad()
     def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        # a loss scaler sets these attributes for its step
-        found, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        found, scale = (getattr(optimizer, name, None) for name in _BY_SCALER)
         self.is_scaled = found is not None
         try:
             self.ensure_parts()
