@@ -24,7 +24,7 @@ def choose(patch, way):
     elif way != "blocks":
         patch.setattr(select, "_fits_buffer", lambda *_: False)
     if way == "digits":
-        patch.setattr(select, "between", lambda *_: (0, -1))
+        patch.setattr(select, "keys_between", lambda *_: (0, -1))
 
 
 @pytest.mark.parametrize("way", ["blocks", "some blocks", "sample", "digits"])
