@@ -26,8 +26,8 @@ from horovod_sparse.training.engine import Handle, Task, answer_for_one_rank
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
 
 _SLEEP_SECONDS = 20e-6
-#: bytes from which a sum is worth a collective of its own
-_SMALL = 2**22
+#: bytes up to which a sum is made of all ranks' messages, in one latency, and from which it is sent alone
+_TINY, _SMALL = 2**16, 2**22
 #: errors that all ranks raise after the same messages, so that later ones still match
 COLLECTIVE_ERRORS = errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError
 
@@ -75,18 +75,19 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 
 
 def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchronization[None]:
-    """Runs tasks round by round: their all-gathers of a round share a message, and so do their small sums.
+    """Runs tasks round by round: all-gathers and tiny sums of a round share a message, and so do small sums.
 
     An error of `COLLECTIVE_ERRORS` stays in its task. Any other ends all: this rank's messages would no
     longer be those that others expect.
     """
     answers: dict[int, Any] = dict.fromkeys(range(len(batch)))
+    coroutines = [collectives.translate_requests(one, _gather_tiny_sum) for _, one in batch]
     while answers:
         requests: dict[int, Request] = {}
         for number in sorted(answers):  # messages have tasks in this order
-            task, coroutine = batch[number]
+            task, _ = batch[number]
             try:
-                requests[number] = coroutine.send(answers[number])
+                requests[number] = coroutines[number].send(answers[number])
             except StopIteration as stop:
                 task.result = stop.value
             except COLLECTIVE_ERRORS as error:
@@ -99,6 +100,15 @@ def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchron
             answers |= yield from _sum_as_one_message(shared)
         for number in sorted(requests.keys() - answers.keys()):
             answers[number] = yield requests[number]
+
+
+def _gather_tiny_sum(request: Request) -> Synchronization[Any]:
+    """Answers an all-reduce of few numbers by an all-gather; any other request by itself."""
+    own = request.buffer if isinstance(request, collectives.AllReduce) and request.level == "all" else None
+    if not isinstance(own, np.ndarray) or not 0 < own.nbytes <= _TINY or own.nbytes % 4:
+        return (yield request)
+    everyone = yield AllGather(np.ascontiguousarray(own).view(np.int32))
+    return everyone.view(own.dtype).reshape(-1, own.size).sum(axis=0)
 
 
 def _gather_as_one_message(own: Mapping[int, Words], num_tasks: int) -> Synchronization[dict[int, Words]]:
