@@ -5,8 +5,8 @@ A new front end (another framework, or other collectives than Horovod's) writes
 * an `Engine`, and parts derived from `BucketPart`: they alone know where arrays are. `carry_out` below turns
   a function that carries out one request into its method of that name, and `Driver` runs many coroutines
   at once over asynchronous collectives;
-* a subclass of `Training` that knows when gradients are there: it starts the parts, waits for them, and does
-  what `Training.policy` judges. ``examples/toy_engine.py`` is one, over pipes between processes;
+* a subclass of `Training` that knows when gradients are there: it makes parts, starts and awaits them, and
+  does what `Training.policy` judges. ``examples/toy_engine.py`` is one, over pipes between processes;
 * for ``Compression.topk(...)``, a class with the metaclass `Algorithms`.
 """
 
