@@ -28,7 +28,7 @@ def device_block_size(density: float) -> int:
 
 
 def int_type(dtype: torch.dtype) -> torch.dtype:
-    """Returns the as_int32 integer dtype as wide as float32 or float64."""
+    """Returns the signed integer dtype as wide as float32 or float64."""
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
