@@ -25,10 +25,10 @@ Facts: TypeAlias = Mapping[str, Any]
 _PACKAGES = "horovod horovod-sparse keras mpi4py numba numpy tensorflow tensorflow-cpu tf-keras torch triton"
 #: variables that this package reads, without "HOROVOD_SPARSE_"
 _OURS = ("CHECK_EVERY", "DEADLINE_SECONDS", "RANKS_PER_HOST", "TENSOR_SELECTION", "TRANSPORT")
-#: beginnings of what a launcher sets differently on every rank
+#: with these begin variables that a launcher sets differently on every rank
 _LAUNCHERS = "RANK SIZE HOSTNAME GLOO CONTROLLER SECRET RENDEZVOUS LOCAL CROSS JOB NUM_PROC"
 _OF_LAUNCHERS = tuple(f"HOROVOD_{word}" for word in _LAUNCHERS.split())
-#: what has to be the same on all ranks, beside packages
+#: facts that have to be equal on all ranks, beside packages
 _OF_HOROVOD = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CPU_OPERATIONS")
 _STRICT = ("python", "controller", "kernels", TRANSPORT_VARIABLE, *_OF_HOROVOD)
 _HOROVOD, _BUILD = "0.28.1", "scripts/setup in a clone of horovod_sparse builds it"

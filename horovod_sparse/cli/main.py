@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(subcommand.run(options))
     except HorovodSparseError as error:
         return _print_failure(f"horovod-sparse {chosen}", f"{type(error).__name__}: {error}")
-    except BrokenPipeError:  # whoever read this has gone, as `head` does
+    except BrokenPipeError:  # the reader of stdout has ended, as `head` does
         return 0
     except (OSError, UnicodeDecodeError) as error:
         return _print_failure(f"horovod-sparse {chosen}", f"a file cannot be read or written: {error}")

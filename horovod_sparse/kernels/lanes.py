@@ -142,7 +142,7 @@ def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     return make_intrinsic
 
 
-#: of one argument, or two of one type, and a result like them
+#: decorates a function of one argument, or two of one type, whose result has that type, too
 alike = emitting(lambda *lanes: lanes[0](*lanes))
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
 
-#: elements whose bits of one kind are one word
+#: elements whose bits at one position of their codes make one word
 WORD = 32
-#: as many as a code can tell apart
+#: the most levels that a code has room for
 MOST_LEVELS = 127
 
 

@@ -35,10 +35,10 @@ class BackwardRecorder:
         self._to_skip, self._between = num_warmup, between
         self._before: Any = None
         self._stamps: list[tuple[str, Any]] = []
-        #: of every step after the warm-up
+        #: one entry for every step after the warm-up
         self._forward_seconds: list[float] = []
         self._totals: list[float] = []
-        #: by name: the seconds before its gradient, and its place, in every step
+        #: by name: the seconds before the gradient, and its number in the order of gradients, for every step
         self._rows: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
 
     def begin(self, stamp: Any) -> None:

@@ -32,7 +32,7 @@ _DENSER = 4.0
 _WARMUP_STEPS = 3
 #: least seconds, since fits need times above 0 and clocks may be coarse
 _TINY_SECONDS = 1e-9
-#: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
+#: a sparsifier's time budget in those of a collective: it has two densities to measure, and own rounds
 _SPARSIFIERS_SHARES = 2
 
 
@@ -46,7 +46,7 @@ class Extent:
     bucket_elements: tuple[int, ...]
     #: repetitions of each size, after one to warm up
     repetitions: int
-    #: in shares for every collective and sparsifier; one that does not suffice leaves out all but 3 sizes
+    #: divided among collectives and sparsifiers; if a share does not suffice, only 3 sizes are measured
     budget_seconds: float
 
 
@@ -177,7 +177,7 @@ def bucket_times(
     selected elements, received elements, seconds of selection and seconds of decoding.
     """
     dense = min(1.0, _DENSER * sparsifier.density)
-    # of one density, that which is asked for, and a lower one
+    # at density 1 a lower one instead of a higher one
     densities = [sparsifier.density, dense if dense > sparsifier.density else sparsifier.density / _DENSER]
     rank, size = watch.where.rank, watch.where.size
     per_rank = size if sparsifier.density_scope == "per rank" else 1

@@ -89,7 +89,7 @@ def fit_time(
     medians = np.array([np.median(times[number.reshape(-1) == i]) for i in range(len(sizes))])
     design = np.column_stack([np.ones(len(sizes)), sizes])
     scale = np.abs(design).max(axis=0)
-    design = design / scale / medians[:, None]  # of relative times: 1 is right
+    design = design / scale / medians[:, None]  # in relative times: 1 is exact
     found = _least_squares(design)
     error = np.abs(design @ found - 1.0)
     fixed, each, of_selected = [*(found / scale).tolist(), 0.0][:3]

@@ -31,14 +31,13 @@ class Profile:
     framework: str
     controller: str
     cycle_seconds: float
-    #: by kind ("allgather", ...): the time by the bytes that a rank puts in
+    #: by kind ("allgather", ...): the time, by the bytes that a rank sends
     collectives: Mapping[str, Fit] = field(default_factory=dict)
-    #: by the sparsifier's name: the time of fold and selection, by n and k; "dense": of work for what stays
-    #: dense
+    #: by the sparsifier's name: the time of fold and selection, by n and k; "dense": for dense parameters
     selection: Mapping[str, Fit] = field(default_factory=dict)
     #: by the sparsifier's name: the time of decoding and applying, by n and received elements
     decoding: Mapping[str, Fit] = field(default_factory=dict)
-    #: of every parameter, in the model's order, where a model was measured; and of its step before backward
+    #: by parameter, in the model's order, if a model was measured; and the seconds before backward
     backward_seconds: Mapping[str, float] = field(default_factory=dict)
     forward_seconds: float = 0.0
     device: str = "cpu"
@@ -152,7 +151,7 @@ class Profile:
         """
         size, name = self.size if size is None else size, sparsifier.name
         needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(size)}
-        needed |= {"allreduce"}  # of what stays dense
+        needed |= {"allreduce"}  # for dense parameters
         measured = dict.fromkeys(needed, Fit(0.0, 0.0)) if size == 1 else self.collectives
         if missing := sorted(needed - set(measured)):
             raise ProfileMismatchError(f"the profile lacks {_shortened(missing)}: calibrate with {name}")
@@ -163,7 +162,7 @@ class Profile:
             )
         times = {kind: fit.time() for kind, fit in measured.items()}
         communication = communication_of(sparsifier, size, times)
-        # of all elements, with duplicates
+        # a share of all elements, with duplicates
         received = min(1.0, sparsifier.density) * (size if sparsifier.density_scope == "per rank" else 1)
         selection = self.selection[name].time(sparsifier.density)
         if name in self.decoding:

@@ -102,7 +102,7 @@ class Decision:
 
     plan: Plan
     asked: str
-    #: of an iteration under this plan ("taken"), and under others
+    #: seconds of an iteration under this plan ("taken"), and under others
     predicted_seconds: Mapping[str, float]
     #: with backward times: `save` it, and the next run can begin with the plan
     profile: Profile

@@ -81,7 +81,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
         if (_merged_ends_earlier if by_gain else _merging_pays)(layer, elements, backward, cost):
             merged[layer] = True
             elements, backward = _merge(layer, elements, backward)
-    # in backward order, a segment ends behind every layer that was not merged into the next
+    # in backward order, a segment ends after every layer that was not merged into the next
     ends = [num_layers - layer for layer in range(num_layers - 1, -1, -1) if not merged[layer]]
     plan = plan_of_segments(workload, ends)
     if not by_gain:
@@ -132,7 +132,7 @@ def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times,
     """Predicts when each layer's backward and communication start, Eqs. (6) to (8), and the end, Eq. (17)."""
     selection = cost.selection.seconds(elements)
     communication = cost.communication.seconds(elements)
-    ends = np.cumsum((backward + selection)[::-1])[::-1]  # of selection
+    ends = np.cumsum((backward + selection)[::-1])[::-1]  # when selections end
     start_backward = ends - selection - backward
     start_communication, free = np.empty_like(ends), 0.0
     for layer in range(elements.size - 1, -1, -1):
@@ -150,7 +150,7 @@ class SegmentTables(NamedTuple):
 
     computation: Times
     communication: Times
-    #: of the dense parameters on the network that come before each end of a segment
+    #: seconds of dense parameters' messages before each end of a segment
     dense: Times
 
 
@@ -203,7 +203,7 @@ _SAME, _TINY = 1e-12, np.finfo(np.float64).tiny
 def best_segments(tables: SegmentTables) -> list[int]:
     """Returns the ends of the buckets with the shortest step, in backward order, by dynamic programming."""
     (computation, communication, dense), m = tables, len(tables.dense) - 1
-    # of segments of one parameter, whose messages always fit
+    # a share of the step's time, from segments of one parameter, whose messages always fit
     same = _SAME * float((np.diag(computation, 1) + np.diag(communication, 1)).sum())
     computed, communicated = np.zeros(1), np.zeros(1)
     boundary, before = np.zeros(1, np.int64), [np.zeros(1, np.int64)]

@@ -81,7 +81,7 @@ class ExclusiveThreshold(Sparsifier):
         )
         after = replace(state, threshold=rule.steer(union, k, found))
         after = self.learn_union(after, info, sum_.counts, gathered.indices)
-        start, stop = self.window(replace(after, step=after.step + 1), info)  # that is searched next
+        start, stop = self.window(replace(after, step=after.step + 1), info)  # the next step's window
         here = np.count_nonzero((gathered.indices >= start) & (gathered.indices < stop))
         share = float(here / union) if union else -1.0
         return sum_, replace(after, threshold=replace(after.threshold, share=share))

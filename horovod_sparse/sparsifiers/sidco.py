@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.dgc import SampledSelection
 #: share that a stage before the last leaves; tolerance of achieved / target around 1; steps between changes
 #: of the number of stages, and the most stages
 _FIRST_DENSITY, _TOLERANCE, _ADAPT_EVERY, _MAX_STAGES = 0.25, 0.2, 5, 6
-#: what stands for achieved / target where nothing was sent, whose logarithm is none
+#: stands for achieved / target if nothing was sent, since 0 has no logarithm
 _NOTHING = 1e-6
 
 

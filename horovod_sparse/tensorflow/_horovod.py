@@ -41,8 +41,8 @@ _SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "syn
 for _name in _SHARED:
     sys.modules[f"{__package__}.{_name}"] = importlib.import_module(f"{hvd.__name__}.{_name}")
 
-#: what ``from ... import *`` gives: all that is public in Horovod, without modules of which there is one of
-#: ours (Horovod's `keras` is there if anybody has imported it)
+#: names for ``from ... import *``: all public names of Horovod, without modules that this package replaces
+#: (Horovod has `keras` once somebody has imported it)
 __all__ = [
     name
     for name, item in vars(hvd).items()

@@ -139,7 +139,7 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
         indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
     if average:
         number = process_set.size()
-        if is_elastic():  # in the graph, since it may change
+        if is_elastic():  # an operation, since the number of ranks may change
             number = hvd.size_op(process_set_id=process_set.process_set_id)
         values /= tf.cast(number, values.dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -155,7 +155,7 @@ def nonfinite_marks(gradients: Sequence[Any], name: str, process_set: Any) -> tf
         )[0]
 
 
-# what ranks agree upon: eagerly, also while a function is traced
+# agreement of ranks: eagerly, also while a function is traced
 
 #: publishes errors of optimizers, tapes and compressors
 construction_errors = ConstructionErrors.of_horovod(hvd)

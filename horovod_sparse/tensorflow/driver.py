@@ -22,7 +22,7 @@ from horovod_sparse.tensorflow.parts import Part, Task, graph_lifetime_token
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesTraining
 
-#: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
+#: bytes of gradients in a batch of small parts: folding these takes about as long as calling Python
 _BATCH_BYTES = 1 << 20
 
 
@@ -102,7 +102,7 @@ def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
 def _join_small_parts(parts: Sequence[Part]) -> list[list[Part]]:
     """Groups parts smaller than `_BATCH_BYTES`, in backward order, so that they share operations."""
     batches: list[list[Part]] = []
-    filling: dict[Any, list[Part]] = {}  # by the requests that they make
+    filling: dict[Any, list[Part]] = {}  # by kinds of collectives
     for part in parts:
         if _num_bytes(part) >= _BATCH_BYTES:
             batches.append([part])

@@ -15,7 +15,7 @@ from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.state import WithState
 from horovod_sparse.tensorflow.tensors import as_variable, create_variables, variables_of
 
-#: in errors after which ranks begin anew from their last state; an unknown error may name the operation alone
+#: words of errors after which ranks restart from their last state; unknown errors name only the operation
 _PEER_IS_GONE = ("HorovodInternalError", "Horovod has been shut down"), ("HorovodAll", "HorovodBroadcast")
 
 

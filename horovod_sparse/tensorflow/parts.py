@@ -46,7 +46,7 @@ class Task:
         #: round r communicates as ``{name}.{r}``; an error calls it by its title
         self.name, self.kinds, self.value_dtype, self.title = name, kinds, value_dtype, title or name
         self.ranks = (0, 1)
-        #: what the coroutine returned, or raised
+        #: the coroutine's result, and its error
         self.result: Any = None
         self.error: BaseException | None = None
         self._coroutine: Synchronization[Any] | None = None

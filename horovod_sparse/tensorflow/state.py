@@ -277,7 +277,7 @@ def _encode_variable(variable: Any) -> dict[str, Any]:
     array = np.asarray(variable.numpy())
     if array.dtype.hasobject:
         raise UnsupportedError(f"{variable.name} is {variable.dtype.name}: checkpoints hold numbers only")
-    # of bfloat16 and the like NumPy has bytes alone
+    # as bytes, since NumPy does not know bfloat16 and the like
     bits = np.frombuffer(array.tobytes(), np.uint8)
     return {"dtype": variable.dtype.name, "shape": list(array.shape), "bits": bits}
 

@@ -263,7 +263,7 @@ class DriftChecks:
 
     def __init__(self, training: VariablesTraining, host: graph.HostFunctions) -> None:
         self._training, self._host = training, host
-        #: by names of the variables that are synchronized together: others may be changed meanwhile
+        #: by names of variables that are synchronized together: others may change meanwhile
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
     def drift_check_for(self, variables: Sequence[Any]) -> DriftCheck | None:

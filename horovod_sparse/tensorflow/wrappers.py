@@ -209,7 +209,7 @@ class _DistributedTape(tf.GradientTape):
         Returns:
             As `sources`.
         """
-        with ungated():  # of a tape before it
+        with ungated():  # not after the gate of an earlier tape
             local = super().gradient(target, sources, output_gradients, unconnected_gradients)
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each

@@ -125,7 +125,7 @@ def raise_bound(bound, k, indices, bits, count):  # type: ignore[no-untyped-def]
     bound[0] = v.digit(smallest, 0, (1 << num_bits) - 1)
     v.store(bits, count, v.splat(v.as_key(smallest, 0)))
     bounds, kept = v.splat(bound[0]), 0
-    for i in range(0, count, v.LANES):  # in place: what is overwritten was read before
+    for i in range(0, count, v.LANES):  # in place: elements are read before they are overwritten
         lanes, where = v.load(bits, i), v.load(indices, i)
         mask = v.mask_at_least(v.magnitude(lanes), bounds)
         append_keys(where, mask, indices, kept)

@@ -248,10 +248,10 @@ def _select_of_each(values, chunk, quotas, step, exponent, keys, indices, out, f
         guess = max(smallest - step, np.int64(0))
 
 
-#: in 1024ths of an exponent: between 0.85 and 0.93 of a magnitude, which often twice as many elements reach
+#: in 1024ths of an exponent: 0.85 to 0.93 of a magnitude, which about twice as many elements reach
 _LOWER = 150
-#: one block's maximum of so many is looked at where more elements than these are wanted; no power of two,
-#: since rows of tensors have such lengths
+#: every 7th block maximum is read if more than 4096 elements are wanted; 7, since rows of tensors often have
+#: a power of two as length
 _STRIDE, _SAMPLED = 7, 4096
 
 

@@ -41,7 +41,7 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
             pending >>= full << 5
             at += full
             filled &= 31
-        if filled:  # what the last index began a word with
+        if filled:  # the word that the last index began
             words[at] = np.uint32(pending)
     pending, at = 0, 0
     for i in range(indices.size):

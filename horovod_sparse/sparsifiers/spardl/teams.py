@@ -71,7 +71,7 @@ class TeamLayout:
         """Declares the collectives of a step with the bytes that this rank sends."""
         _, position = self.team_and_position(info.rank)
         d, quota = self.teams, self.quota(position)
-        # of a block, B-SAG may leave as few elements as one team gives
+        # B-SAG may leave as few elements of a block as one team gives
         exact = recursive
 
         def bounds(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class SparDLState(SparsifierState):
 
     #: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
     share: float = 1.0
-    #: what is added to it per step; its sign is the direction
+    #: added to the share in each step; its sign is the direction
     stride: float = 0.0
     #: whether the direction was right the last time, too
     confirmed: bool = False

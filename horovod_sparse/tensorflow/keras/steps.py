@@ -82,7 +82,7 @@ class KerasOwnSteps(Steps):
         super().__init__(_KerasEngine(process_set, settings.deadline_seconds), recipe, settings, schedule)
         self.process_set = process_set
         self.optimizer, self._groups = optimizer, groups
-        #: of Keras; those of the first step under tf-keras
+        #: the Keras optimizer's trainable variables; under tf-keras those of the first step
         self._variables: list[Any] = []
         self._rule: Any = recipe.feedback
         self._rate = 0.0
