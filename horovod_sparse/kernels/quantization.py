@@ -78,7 +78,7 @@ Array = NDArray[Any]
 
 
 def random_bits(words: Any, key: int) -> Any:
-    """Returns a random number of 24 bits for each position, a hash of the key; NumPy and torch agree.
+    """Returns a random number of 24 bits for each word, a hash of word and key, equal in NumPy and torch.
 
     Args:
         words: int32, of NumPy or torch: ``i A + low`` of `COUNTER`; overwritten.

@@ -174,7 +174,7 @@ def carry_out_together(
     watch: Watch | None = None,
     graphs: dict[Any, Any] | None = None,
 ) -> Any:
-    """Runs a coroutine on all ranks, eagerly; with `looks`, raises if a rank could not make its optimizer.
+    """Runs a coroutine on all ranks, eagerly; with `looks`, raises if a rank failed to make its optimizer.
 
     Eager operations of one kind share a name in TensorFlow's cache, so two threads cannot run them at a time.
     A thread that gives `graphs`, a dictionary to keep, has operations of its own.

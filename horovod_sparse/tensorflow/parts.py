@@ -99,7 +99,7 @@ class Task:
 
     @contextlib.contextmanager
     def record_work(self) -> Iterator[None]:
-        """Returns a context whose begin and end are appended to `legs`."""
+        """Returns a context for work between collectives; appends its begin and end time to `legs`."""
         began = time.perf_counter()
         try:
             yield

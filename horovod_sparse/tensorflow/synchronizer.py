@@ -62,7 +62,7 @@ class GradientSynchronizer(VariablesTraining):
 
     @property
     def is_needed(self) -> bool:
-        """True if this rank is in the process set; a single rank sparsifies, too."""
+        """True if this rank is in the process set and so synchronizes gradients, even as the only rank."""
         return takes_part(self.process_set)
 
     def _on_invalid_traces(self) -> None:

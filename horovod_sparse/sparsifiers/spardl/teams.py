@@ -122,7 +122,7 @@ class SparDLState(SparsifierState):
 
     @classmethod
     def first(cls, teams: int) -> SparDLState:
-        """Returns the paper's first state: share 1 / d and stride 0.01 (d - 1) / d with d teams."""
+        """Returns the state before the first step: share 1 / d, stride 0.01 (d - 1) / d with d teams."""
         return cls(share=1.0 / teams, stride=_FIRST_STRIDE * (teams - 1) / teams)
 
     def num_sent(self, quota: int, teams: int) -> int:

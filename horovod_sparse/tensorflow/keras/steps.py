@@ -308,7 +308,7 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
 
 
 def make_own_steps(optimizer: Any, arguments: Arguments) -> KerasOwnSteps:
-    """Makes the `KerasOwnSteps` of an optimizer, which from now on updates no variables itself."""
+    """Makes the `KerasOwnSteps` of an optimizer; the optimizer then updates no variables itself."""
     recipe, settings = recipe_for(optimizer, arguments.compression.recipe), arguments.settings
     if arguments.op != hvd.Average:
         raise ArgumentError("op", arguments.op, f"Average: {recipe.feedback} averages steps")
