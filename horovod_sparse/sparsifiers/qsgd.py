@@ -48,7 +48,7 @@ class QSGD(Quantizer):
         check_count("levels", self.levels, f"a whole number from 1 to {MOST_LEVELS}")
         if self.levels == 1 and not self.group:
             # rounding to 0 or the largest leaves errors of up to that, which shrink by 1 / sqrt(n) a step
-            allowed = "a multiple of 32 with levels=1, whose errors are sqrt(n) gradients else"
+            allowed = "a multiple of 32 with levels=1: without groups errors grow with sqrt(n)"
             raise ArgumentError("group", self.group, allowed)
         check_count("seed", self.seed, low=0)
         super().__post_init__()
