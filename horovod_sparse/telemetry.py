@@ -193,7 +193,7 @@ class Telemetry:
     num_skipped: int = 0
     transport: str = ""
     selection: str = ""
-    _sums: StepReport | None = None
+    _sums: dict[str, float] = field(default_factory=dict)
     # the first step of all, in which kernels are compiled; None once the means are without it
     _first: StepReport | None = None
 
@@ -204,11 +204,7 @@ class Telemetry:
             self._first = report
         self.last = report
         self.num_steps += 1
-        if self._sums is None:
-            self._sums = replace(report, buckets=())
-        else:
-            added = {name: getattr(self._sums, name) + getattr(report, name) for name in _NUMBERS}
-            self._sums = replace(self._sums, **added)
+        self._sums = {name: self._sums.get(name, 0.0) + getattr(report, name) for name in _NUMBERS}
 
     @property
     def mean(self) -> StepReport | None:
@@ -216,14 +212,13 @@ class Telemetry:
 
         Seconds are means without a training's first step, in which kernels are compiled.
         """
-        if self._sums is None:
+        if self.last is None or not self._sums:
             return None
-        means = {name: getattr(self._sums, name) / self.num_steps for name in _NUMBERS}
+        means = {name: total / self.num_steps for name, total in self._sums.items()}
         if self._first is not None and self.num_steps > 1:
             for name in (one for one in _NUMBERS if one.endswith("_seconds")):
-                later = getattr(self._sums, name) - getattr(self._first, name)
-                means[name] = later / (self.num_steps - 1)
-        return replace(self._sums, **{**means, "step": self.num_steps})
+                means[name] = (self._sums[name] - getattr(self._first, name)) / (self.num_steps - 1)
+        return replace(self.last, **{**means, "step": self.num_steps}, buckets=())
 
     def scalars(self, prefix: str = "sparse/") -> dict[str, float]:
         """Returns the last step's report as numbers by name, for TensorBoard and other loggers.
@@ -251,7 +246,7 @@ class Telemetry:
 
     def reset(self) -> None:
         """Starts new means (after a warm-up, say); the last step's report stays."""
-        self.num_steps, self._sums, self._first = 0, None, None
+        self.num_steps, self._sums, self._first = 0, {}, None
 
     def summary(self) -> str:
         """Returns the means as one line of text."""

@@ -85,7 +85,8 @@ def _parsed_sparsifier(text: str, density: float) -> Sparsifier:
 
 
 def _checked_device(options: argparse.Namespace, launch: RankConnection) -> str:
-    if launch.placement.rank == 0 and not os.access(Path(options.out).resolve().parent, os.W_OK):
+    out = Path(options.out).resolve()
+    if launch.placement.rank == 0 and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise ArgumentError("--out", options.out, "a file in a folder that can be written")
     if launch.framework == "tensorflow":
         return "cpu"

@@ -66,10 +66,8 @@ class SimulatedCluster:
         self, gradients: Sequence[Any], learning_rate: float = 1.0, *, keep_errors: bool = False
     ) -> list[SparseSum]:
         """Synchronizes one gradient per rank, and returns each rank's sum."""
-        steps = [
-            bucket.step(gradient, learning_rate)
-            for bucket, gradient in zip(self.buckets, gradients, strict=True)
-        ]
+        pairs = zip(self.buckets, gradients, strict=True)
+        steps = [bucket.step(gradient, learning_rate) for bucket, gradient in pairs]
         return run_lockstep(steps, self.recorder, keep_errors=keep_errors, topology=self.topology)
 
     def step(self, gradients: Sequence[Any], learning_rate: float = 1.0) -> np.ndarray:

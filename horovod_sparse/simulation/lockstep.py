@@ -52,9 +52,6 @@ class CollectiveCost:
     #: payload bytes that this rank receives; each costs beta
     bytes_received: float
 
-    def __add__(self, other: CollectiveCost) -> CollectiveCost:
-        return CollectiveCost(self.rounds + other.rounds, self.bytes_received + other.bytes_received)
-
 
 @dataclass
 class Recorder:
@@ -81,7 +78,8 @@ class Recorder:
 
     def total(self, rank: int) -> CollectiveCost:
         """Returns one rank's cost of all recorded rounds."""
-        return sum((costs[rank] for costs in self.costs), CollectiveCost(0, 0))
+        own = [costs[rank] for costs in self.costs]
+        return CollectiveCost(sum(one.rounds for one in own), sum(one.bytes_received for one in own))
 
 
 def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequence[Sequence[int]]:

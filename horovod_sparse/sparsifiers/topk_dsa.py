@@ -55,8 +55,7 @@ class TopkDSA(Sparsifier):
             indices, values = yield from self._gather_dense(total, accumulator, regions, info)
         else:
             total = round_for_wire(total, accumulator, self.wire)
-            sent = accumulator, total.indices, total.values, info, self.wire
-            sum_ = yield from exchange_selections(*sent)
+            sum_ = yield from exchange_selections(accumulator, total.indices, total.values, info, self.wire)
             indices, values = sum_.indices, sum_.values
         counts = np.full(info.size, k, np.int64)
         facts = {"union": float(sizes.sum()), "dense": float(self._dense_is_shorter(sizes, regions, info))}

@@ -99,6 +99,7 @@ def test_the_answer_has_code_to_paste_and_a_link(capsys):
     assert main(["worth-it", *ROUND]) == 0
     every, rare = capsys.readouterr().out.splitlines()[4:6]
     assert every.startswith("sparse, every=4, delay=1: 0.1 s") and rare.endswith("2.3 times the steps")
+    assert main(["worth-it", *ROUND[:-2]]) == 0 and "every" not in capsys.readouterr().out  # nor at 50 us
     assert main(["worth-it", *ROUND, "--optimizer", "sgd"]) == 0  # without a row for every > 1
     dense, fp16, sparse, delay, paste, accuracy, assumed = capsys.readouterr().out.splitlines()
     assert delay.startswith("sparse, delay=1: 0.1 s")
