@@ -29,7 +29,8 @@ _SLEEP_SECONDS = 20e-6
 #: bytes up to which a sum is made of all ranks' messages, in one latency, and from which it is sent alone
 _TINY, _SMALL = 2**16, 2**22
 #: errors that all ranks raise after the same messages, so that later ones still match
-COLLECTIVE_ERRORS = errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError
+_OF_STEPS = errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError
+COLLECTIVE_ERRORS = *_OF_STEPS, errors.CheckpointError
 
 
 def answer_by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:

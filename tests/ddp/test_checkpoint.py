@@ -93,6 +93,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_the_one_before_loads(w
     with pytest.raises(CheckpointError, match=r"rank-00001\.npz"):
         ddp.load(folder, sync, model=model)
     assert torch.equal(flat(model), own)
+    trained(model, optimizer, rank, range(3))  # and goes on
     (fresh, _, again), first = made(way, seed=1), int(names[0][5:15])
     with pytest.raises(StateMismatchError, match="another model"):
         ddp.load(folder, again, first, model=net_of() if rank == 0 else torch.nn.Linear(2, 2))
