@@ -158,8 +158,10 @@ class Accumulator:
         return hidden
 
     def restore_spans(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
-        """Restores what `zero_spans` returned, after the step; multiplies companions there by `factor`."""
+        """Adds what `zero_spans` returned, after the step; multiplies companions there by `factor`."""
+        self._adopt_rounding_errors()
         for where, (values, *companions) in hidden:
+            values += self._values[where]  # rounding errors, or what others did not send on
             self._norm = self._kernels.updated_norm(self._norm, self._values[where], values)
             self._values[where] = values
             for companion, before in zip(self.companions, companions, strict=True):

@@ -83,7 +83,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
     def before_load(self) -> None:
         """Undoes this rank's moves; called before the model loads a state, which replaces the parameters."""
-        if self.is_agreed:
+        if self.is_agreed and self.hidden is None:
             self.roll_back()
 
     def _state_dict_pre_hook(self, optimizer: Any) -> None:

@@ -206,7 +206,6 @@ class Bucket:
         overflow = self.record_sum(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
             self._undo_step()
-        report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         return sum_, overflow
 
@@ -298,6 +297,7 @@ class Bucket:
         self._gradient = self._before = None
         self.accumulator.accept()
         self._restore_absent()
+        self.last.residual_norm = math.sqrt(self.accumulator.square_norm)
 
     def parameter_at(self, position: int) -> str:
         """Returns the name of the parameter to which an element of the bucket belongs."""

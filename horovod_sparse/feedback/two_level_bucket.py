@@ -14,7 +14,6 @@ finite, neither is the host's sum, and the whole host's gradient is dropped.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,7 +189,6 @@ class TwoLevelBucket(Bucket):
         num_bytes = self.whole.num_elements * self.whole.value_dtype.itemsize
         report.bytes_inside = num_bytes + message.buffer.nbytes
         report.bytes_by_round = [num_bytes, *report.bytes_by_round, message.buffer.nbytes]
-        report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.raise_if_failed(marks, overflow)
         return sum_
 

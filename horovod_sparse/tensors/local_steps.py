@@ -248,7 +248,7 @@ class LocalBinding(Steps):
             self._buffers.move(own, self._carry_out(mean_of_finite(own)))
 
     def _apply_exchanges(self, most_in_flight: int) -> bool:
-        all_finishing = super()._apply_exchanges(most_in_flight)
+        all_finishing = super()._apply_exchanges(0)  # one is in flight at most, and `delay` counts steps
         if self.step >= self.drift.next_step:
             self._carry_out(self.drift.compare(self.step, self.replicated_arrays()))
         return all_finishing

@@ -41,7 +41,7 @@ class HostParameters(Parameters):
                     "make the optimizer after parameter.data = parameter.data.contiguous()"
                 )
         super().__init__(spans)
-        self._orders = [memory_strides(local(one)) for one in tensors]
+        self._orders = [(one.dtype, memory_strides(local(one))) for one in tensors]
         self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES
         #: addresses and strides of the tensors whose arrays are cached
         self._addresses: list[Any] = []
@@ -50,10 +50,10 @@ class HostParameters(Parameters):
         own = [local(one) for one in self.tensors]
         addresses = [(one.data_ptr(), one.stride()) for one in own]
         if addresses != self._addresses:
-            if [memory_strides(one) for one in own] != self._orders:
+            if [(one.dtype, memory_strides(one)) for one in own] != self._orders:
                 raise UnsupportedError(
-                    "parameters have another order in memory than when their optimizer was attached: "
-                    "convert the model (channels_last) before that"
+                    "parameters have another type or order in memory than when their optimizer was attached: "
+                    "convert the model (bfloat16, channels_last) before that"
                 )
             self._addresses, self._memory = addresses, [self._as_array(flat(one)) for one in own]
         return self._memory
@@ -63,6 +63,7 @@ class HostParameters(Parameters):
         return host_view(memory)
 
     def fold_input(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+        self.arrays()  # refuses a model that was converted since
         pairs = zip(gradients, self.tensors, strict=True)
         given = [None if one is None else host_view(_flat_like(one, like)) for one, like in pairs]
         return fold_parts(given, [host_view(flat(one)) for one in self.tensors], weights)

@@ -92,7 +92,6 @@ class OwnMoves:
         else:
             indices = np.arange(n, dtype=np.int32)
         sent, ahead = bucket.accumulator.remove(indices), list[tuple[Indices, Values]]()
-        report.residual_norm = float(np.sqrt(bucket.accumulator.square_norm))
         if most is not None and len(indices) < n:
             values = bucket.accumulator.take(most)
             unsent = np.flatnonzero(values)
@@ -100,7 +99,8 @@ class OwnMoves:
         self._move([(indices, sent)], ahead)
         bucket.state = replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
-        self._report = report
+        bucket.last = self._report = report
+        bucket.accept()
 
     def undo_step_ahead(self) -> None:
         """Undoes the step ahead in the parameters; the residual has kept its elements."""

@@ -69,6 +69,7 @@ class Steps(Training):
 
     def agree(self) -> None:
         """Rolls back exchanges in flight, and makes ranks agree (`Training.agree`), after a start or load."""
+        self._refuse_within_common()
         if self.is_agreed:
             return
         if self._to_resume is None:
@@ -76,6 +77,12 @@ class Steps(Training):
         self.started_anew, self._num_begun = False, 0
         super().agree()
         self._resume_exchanges()
+
+    def _refuse_within_common(self) -> None:
+        """Raises where `common()` has hidden moves, which a step or a load would lose or apply twice."""
+        if self.hidden is not None and self.schedule.moves_at_once:
+            words = "a step, load or finish() within `with sync.common():`, which hides moves: end that first"
+            raise errors.UnsupportedError(words)
 
     def reset_states(self, start: Any) -> None:
         """Resets states to the agreed step; `_resume_exchanges` then adds moves in flight to the residual."""
@@ -167,7 +174,6 @@ class Steps(Training):
                 part.abandon(drop=True)
             else:
                 part.moves.select(report)
-                part.bucket.accept()
         if bad:
             facts.bad = facts.bad or bad
             for part in self.parts:
@@ -344,6 +350,7 @@ class Steps(Training):
 
     def roll_back(self) -> None:
         """Undoes moves that no mean has replaced, and returns them to the residual."""
+        self._refuse_within_common()
         for part in self.parts:
             if self._to_resume is None:
                 part.moves.roll_back()
@@ -363,13 +370,17 @@ class Steps(Training):
         self.agree()
         for part in self.parts:
             part.moves.undo_step_ahead()
-        while True:
-            self._apply_exchanges(0)  # the next exchange then averages the final statistics
+        all_finish = False
+        while not all_finish:
             self._begin_exchange(finishing=True)
-            all_finish = self._apply_exchanges(0)
+            # as many stay in flight as in a pass: ranks in either compare models after the same exchange
+            all_finish = self._apply_exchanges(self.schedule.delay)
             self._check_drift_when_due()
-            if all_finish:
-                return
+        if self._in_flight:
+            self._apply_exchanges(0)  # the last exchange then averages the final statistics
+            self._begin_exchange(finishing=True)
+            self._apply_exchanges(0)
+            self._check_drift_when_due()
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:

@@ -88,12 +88,8 @@ class Quantizer(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         planes = self.quantization.code_bits  # which checks its arguments
-        for name, only in (
-            ("density", 1.0),
-            ("values", "exact"),
-            ("indices", "int32"),
-            ("schedule", None),
-        ):
+        given = {"density": 1.0, "values": "exact", "indices": "int32", "schedule": None}
+        for name, only in given.items():
             if getattr(self, name) != only:
                 allowed = f"{only!r}: {self.name} sends every element, in {planes} bits"
                 raise ArgumentError(name, getattr(self, name), allowed)

@@ -20,7 +20,7 @@ from horovod_sparse.feedback import (
     parse_recipe,
     recipe,
 )
-from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.schedule import Exponential, Stairs
@@ -47,13 +47,7 @@ _FEEDBACKS = [
     MomentumCorrection(),
     MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5),
 ]
-_SCHEDULES = [
-    None,
-    Exponential(steps=400),
-    Exponential(steps=100, start=0.5),
-    Stairs(steps=50),
-    Stairs(steps=3, densities=(0.5, 0.1)),
-]
+_SCHEDULES = [None, Exponential(steps=100, start=0.5), Stairs(steps=9), Stairs(steps=3, densities=(0.5, 0.1))]
 _RULES = [
     ParameterRules(),
     ParameterRules(dense_below=1024),
@@ -155,17 +149,23 @@ def test_text_that_is_no_recipe(text: str, complaint: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_norms_are_those_of_the_residuals(case: Case) -> None:
+    """Also where every second time some elements have no gradient; and then nothing is lost."""
     scenario = Scenario(3, 3000, num_steps=5)
-    cluster = scenario.cluster(case.recipe)
-    carried = [0.0, 0.0, 0.0]
-    for gradients in random_gradients(scenario, layered).astype(np.float32):
-        cluster.synchronize(list(gradients))
+    cluster, left, carried = scenario.cluster(case.recipe), np.zeros(3000), [0.0, 0.0, 0.0]
+    for step, gradients in enumerate(random_gradients(scenario, layered).astype(np.float32)):
+        given = enumerate(zip(cluster.buckets, gradients, strict=True), step)
+        gradients[1 - step % 2 :: 2, :500] = 0.0
+        sums = run_lockstep([one.step(own, absent=[(0, 500)] * (turn % 2)) for turn, (one, own) in given])
+        [bucket.accept() for bucket in cluster.buckets]
+        left += np.sum(gradients, 0, np.float64) - cluster.dense(sums[0])
+        if not case.loses_mass:  # a test of its own has the sum of residuals
+            np.testing.assert_allclose(np.sum(cluster.residuals(), 0, np.float64), left, atol=1e-2)
         # Eq. (1): the mean over ranks of what they held when the step began; of 8 bits in the message
         for bucket in cluster.buckets:
             assert bucket.last.global_error == pytest.approx(float(np.mean(carried)), rel=1 / 256)
         held = [float(np.linalg.norm(residual.astype(np.float64))) for residual in cluster.residuals()]
         for bucket, norm in zip(cluster.buckets, held, strict=True):
-            assert bucket.last.residual_norm == pytest.approx(norm, rel=1e-4)
+            assert bucket.last.residual_norm == pytest.approx(norm, rel=1e-3)
             assert bucket.last.fold_seconds > 0.0 and bucket.last.select_seconds > 0.0
         carried = [0.0, 0.0, 0.0] if case.loses_mass else held
 
@@ -179,11 +179,7 @@ def test_an_accepted_step_is_not_abandoned() -> None:
 
 
 def test_the_first_rule_that_holds_decides() -> None:
-    rules = ParameterRules(
-        dense_below=100,
-        dense="*.bias",  # type: ignore[arg-type]
-        densities={"emb.bias": 0.5, "emb.*": 0.02},  # type: ignore[arg-type]
-    )
+    rules = ParameterRules(100, "*.bias", {"emb.bias": 0.5, "emb.*": 0.02})  # type: ignore[arg-type]
     asked = [("emb.bias", 8), ("emb.weight", 8), ("fc.bias", 4096), ("fc.weight", 99), ("fc.weight", 100)]
     assert [rules.density_of(*one) for one in asked] == [0.5, 0.02, 1.0, 1.0, None]
     # names are compared whole, and capitals count
@@ -192,10 +188,10 @@ def test_the_first_rule_that_holds_decides() -> None:
 
 
 def test_recipes_of_parameters() -> None:
-    made = recipe(
-        "dgc", schedule=Exponential(steps=10), feedback="momentum", dense="*.bias", densities={"emb.*": 0.02}
+    made = parse_recipe(
+        "dgc:schedule=stairs(steps=9),feedback=momentum,dense=*.bias,densities={'emb.*':0.02}"
     )
-    plain, dense, other = (made.for_parameter(name, 10) for name in ("w", "a.bias", "emb.weight"))
+    plain, dense, other = (made.for_parameter(name, 10) for name in ("w", "a.bias", "e.weight"))
     assert plain == Recipe(made.sparsifier, made.feedback)
     assert dense == Recipe(Dense(), MomentumCorrection(masking=False))
     assert other.sparsifier == type(made.sparsifier)(density=0.02)
