@@ -94,8 +94,7 @@ def _ddp() -> dict[str, Any]:
     import horovod_sparse.ddp  # noqa: F401
 
     if not dist.is_initialized():
-        store = f"file://{tempfile.mkdtemp()}/store"
-        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     given, rank = _torch(), 0
     net = given["model"]
     model = DistributedDataParallel(net)
@@ -157,13 +156,12 @@ PRELUDES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 def run(process: str) -> dict[str, str]:
-    """Runs the blocks of a process, in a folder of its own.
+    """Runs the blocks of a process.
 
     Returns:
         The end of the traceback of each that failed, empty for those that ran, by its place; "skipped" for
         those that need TensorBoard where there is none.
     """
-    os.chdir(tempfile.mkdtemp())
     outcome = {}
     if process == "torch":
         sys.modules["tensorflow"] = None  # type: ignore[assignment]  # TensorBoard takes seconds to import it
@@ -182,5 +180,7 @@ def run(process: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    found = run(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        found = run(sys.argv[1])
     print("\n" + json.dumps(found))

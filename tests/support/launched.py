@@ -7,6 +7,7 @@ Import this before Horovod and before a framework: it sets what they read when t
 """
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,8 +90,11 @@ def fixtures(hvd: Any, broadcast: Callable[[Any], Any]) -> tuple[Any, Any, Any, 
                 hvd.remove_process_set(one)
 
     @pytest.fixture(name="folder")
-    def folder() -> Path:
+    def folder() -> Iterator[Path]:
         """The same on all ranks."""
-        return Path(broadcast(tempfile.mkdtemp() if hvd.rank() == 0 else None))
+        made = Path(broadcast(tempfile.mkdtemp() if hvd.rank() == 0 else None))
+        yield made
+        if hvd.rank() == 0:  # all have ended the test
+            shutil.rmtree(made, ignore_errors=True)
 
     return rank, size, process_set, folder

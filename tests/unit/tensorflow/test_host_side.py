@@ -6,6 +6,7 @@ import time
 from types import ModuleType
 from unittest.mock import Mock
 
+import horovod.tensorflow
 import horovod.tensorflow.keras as stock_keras
 import numpy as np
 import pytest
@@ -254,6 +255,7 @@ def test_a_plan_takes_in_variables_that_join_and_a_state_of_other_names(caplog):
 
 def test_messages_between_pairs_are_refused(monkeypatch):
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
+    monkeypatch.setattr(horovod.tensorflow, "mpi_enabled", lambda: True)
     with pytest.raises(UnsupportedError, match="PyTorch"):
         made("error").bind()
 
