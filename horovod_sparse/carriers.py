@@ -178,7 +178,7 @@ def as_alltoall(request: Exchange, size: int) -> list[np.ndarray]:
 
 
 def inbox(request: Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """Returns {source: message} of an exchange from all ranks' messages; raises if others are not empty."""
+    """Returns {source: message} from all ranks' messages; raises if one from another rank is not empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return checked_sources(came, request.sources, whose)
 

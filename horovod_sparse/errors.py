@@ -118,9 +118,9 @@ class NonFiniteSumError(NonFiniteGradientError):
 class EditedGradientError(HorovodSparseError, RuntimeError):
     """A gradient was changed after its synchronization had begun; raised on every rank.
 
-    No rank applied the step. Gradients as they were before the change stay in the residuals; with two levels,
-    where the ranks of a host read them where they lie, it may be what they were changed to. `where` names,
-    for each rank that changed gradients, which ones, if this rank knows them.
+    No rank applied the step. The residuals keep the gradients from before the change; with two levels, where
+    ranks of a host read each other's gradients in place, perhaps those from after it. `where` names the
+    changed gradients of each rank that changed some, if this rank knows them.
     """
 
     def __init__(self, bucket: str, where: dict[int, str]) -> None:

@@ -131,7 +131,7 @@ def examine(everyone: Sequence[Facts], asked: str | None = None) -> Iterator[Fin
         if name.startswith("HOROVOD_SPARSE_") and name.removeprefix("HOROVOD_SPARSE_") not in _OURS:
             do = f"Nobody reads it; known are {', '.join(_OURS)}"
             yield Finding("advice", "settings", f"{name} is set", do)
-    yield from _examine_hosts(everyone)
+    yield from _examine_threads(everyone)
     yield from _list_differences(everyone)
 
 
@@ -179,7 +179,7 @@ def _examine_settings(settings: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("advice", "settings", "no stall check", do)
 
 
-def _examine_hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
+def _examine_threads(everyone: Sequence[Facts]) -> Iterator[Finding]:
     hosts = defaultdict[str, list[Facts]](list)
     for facts in everyone:
         hosts[facts["host"]].append(facts)

@@ -111,8 +111,8 @@ def _make_gradient_synchronizer(
         allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
         raise ArgumentError("model", type(model).__name__, allowed)
     if len({one.module for one in wrappers}) > 1:
-        allowed = 'one per attach(model, text), without optimizer=; or "best", which takes several'
-        raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)
+        allowed = 'one per attach(model, text), without optimizer=; or all of them with compression="best"'
+        raise ArgumentError("model", f"a module with {len(wrappers)} DistributedDataParallel", allowed)
     model = wrappers[0] if wrappers else model
     if not isinstance(optimizer, torch.optim.Optimizer) and not (wrappers and optimizer is None):
         allowed = "the one that trains the model; None with a DistributedDataParallel alone"

@@ -132,7 +132,7 @@ class _ThreadState:
         self.idle_seconds = 0.0
 
     def advance(self, running: _Running, answer: Any = None) -> Callable[[], Any] | None:
-        """Resumes a batch and begins its next collective; returns what waits for it, None at the end."""
+        """Resumes a batch and begins its next collective; returns its waiting function, None at the end."""
         with self.working:
             if self.failure is not None:  # the caller may have timed out, and rolled the step back
                 raise self.failure

@@ -1,7 +1,7 @@
 """Gradients over torch.distributed.
 
-Those of a DistributedDataParallel are exchanged while backward goes on, and are means at its end. Those of
-FSDP2, whose shards are gradients at the end of a pass, and of plain modules are exchanged in `step()`.
+A DistributedDataParallel's gradients are exchanged during backward, and are means at its end. Gradients of
+FSDP2, which has them only at the end of a pass, and of plain modules are exchanged in `step()`.
 """
 
 from __future__ import annotations
@@ -304,8 +304,8 @@ class _ForwardHooks:
         if self._training is None:
             return
         raise_within_join(model)
-        self._asked = model.require_backward_grad_sync
-        model.require_backward_grad_sync = False
+        self._asked = model.require_backward_grad_sync  # False within no_sync()
+        model.require_backward_grad_sync = False  # else it would exchange dense gradients
 
     def after(self, model: Any, _: Any, output: Any) -> None:
         training = self._training

@@ -22,10 +22,10 @@ _ADJUSTED: Mapping[str | None, Callable[[int, int], float]] = {
 class MuonFeedback(Rule):
     """Muon's step per rank: ``b = m b + (1 - m) g``, ``acc = e + eta s NS(b)``, b being the rank's momentum.
 
-    NS makes a matrix orthogonal, nearly: of its singular values about 1, by Newton and Schulz' iteration.
-    With Nesterov's momentum it is of ``(1 - m) g + m b``; s depends on the matrix's shape. What is applied is
-    the mean of the ranks' steps, and no step of their mean gradient. The elements of such steps are about
-    equally large: the largest few hold less of them than of other steps, so more has to be sent.
+    NS is Newton and Schulz' iteration, which makes a matrix nearly orthogonal (singular values about 1). With
+    Nesterov's momentum it gets ``(1 - m) g + m b``; s depends on the matrix's shape. Parameters move by the
+    mean of the ranks' steps, which is not the step of their mean gradient. The elements of Muon's steps are
+    about equally large, so the largest few hold a small share of a step, and a higher density is needed.
 
     Matrices have to be whole on a rank. Parameters of other shapes are a second optimizer's, as in PyTorch.
 

@@ -103,7 +103,7 @@ class EagerCalls:
 
             self._functions[key] = tf.function(build_graph, autograph=False, reduce_retracing=True)
         given, function = [item for item in gradients if item is not None], self._functions[key]
-        if tf.config.functions_run_eagerly():  # the user's, to be looked into; of this one a graph is made
+        if tf.config.functions_run_eagerly():  # the user debugs functions; this one needs a graph
             function = function.get_concrete_function(given)
         return list(function(given))
 
@@ -140,21 +140,21 @@ class Order:
         self._last[tf.compat.v1.get_default_graph()] = token.name
 
 
-#: Ends of synchronizations that a thread waits for. In one order on all ranks: otherwise all threads of one
-#: rank might wait for what another one has not begun, because its threads wait for what this one has not.
+#: Order of the synchronizations whose ends threads wait for, the same on all ranks: otherwise two ranks might
+#: deadlock, if all threads of each wait for a synchronization that the other has no free thread to begin.
 WAITING = Order()
 
 
 class _Gate:
-    """Makes all operations that are added to a graph later wait for one operation."""
+    """Makes all operations added to a graph later wait for one; TensorFlow calls its methods for each."""
 
     def __init__(self, operation: Any) -> None:
         self.control_inputs = [operation]
-        # below the user's own: those leave in the order in which they came
+        # at the stack's bottom, since a context of the user's has to be on top when it ends
         operation.graph._control_dependencies_stack.insert(0, self)
 
     def op_in_group(self, _operation: Any) -> bool:
-        return False
+        return False  # True would mean that this input waits already
 
     def add_op(self, _operation: Any) -> None:
         pass
@@ -167,7 +167,7 @@ def gate_later_operations(token: tf.Tensor) -> None:
 
 @contextlib.contextmanager
 def ungated() -> Iterator[None]:
-    """Returns a context whose operations do not wait for gates: those that update no variable."""
+    """Returns a context for operations that update no variable, and so need not wait for gates."""
     graph: Any = tf.compat.v1.get_default_graph()
     every = graph._control_dependencies_stack
     graph._control_dependencies_stack = [one for one in every if not isinstance(one, _Gate)]

@@ -191,7 +191,7 @@ class Part(common.BucketPart):
         self._rank, self._topology = ranks[0], topology
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
-        # equal on all ranks, another one under another plan
+        # the name is equal on all ranks, and differs between plans
         collective = f"{label}.{zlib.crc32(repr((self.name, self.names)).encode()):08x}"
         self.task = Task(collective, kinds, accumulator_dtype(self.dtype), f"{label}.{self.name}")
         self._outputs = ReusedArrays(self.shapes, numpy_dtype(self.dtype))

@@ -43,7 +43,7 @@ _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Watch:
-    """Makes tasks in graphs and eager collectives fail that wait too long for other ranks."""
+    """Makes a graph's run or an eager collective fail if it waits for other ranks beyond the deadline."""
 
     def __init__(self, deadline_seconds: float | None, process_set: Any, owner: Any = None) -> None:
         def rank_and_members() -> tuple[int, list[int]]:

@@ -35,7 +35,7 @@ from horovod_sparse.training.training import Training
 
 #: all parameters that some `LocalSteps` exchanges
 _have_local_steps: Any = WeakTensorKeyDictionary()
-#: what a checkpoint has of a `Displacement`, and what other buckets take over
+#: arrays of a `Displacement` that are saved in checkpoints, and copied into the buckets of a new plan
 _SAVED = "start", "velocity"
 
 
@@ -70,14 +70,14 @@ class LocalBinding(Steps):
     ) -> None:
         self.optimizer, self._model, self._buffers = optimizer, model, ModelBuffers(model)
         _have_local_steps.update(dict.fromkeys(self._trained_parameters(), True))
-        #: of parameters that others may train, whether they were frozen, and a digest, where training begins
+        #: parameters that no `LocalSteps` exchanges: if they were frozen, and a digest, when training began
         self._known: dict[str, tuple[bool, bytes]] = {}
         #: hashes of the parameters before a state was loaded since the last step; None without a load
         self._before_load: list[bytes] | None = None
         self._is_restored = self._has_begun = False
         #: local steps since the exchange in flight began
         self._flying = 0
-        #: whether the common parameters have been loaded anew since the last exchange
+        #: True if the common parameters were loaded from a checkpoint since the last exchange
         self._replaced = False
         facts = engine.facts({})
         super().__init__(engine, schedule.recipe, settings, schedule, self._buffers)
@@ -200,7 +200,7 @@ class LocalBinding(Steps):
             raise
 
     def _raise_if_unexchanged(self) -> None:
-        """Raises if parameters were trained here that no exchange contains."""
+        """Raises if the optimizer has new parameters, or if parameters without `LocalSteps` have changed."""
         known = {id(parameter) for _, parameter in self.facts.values()}
         if new := [list(one.shape) for one in self._trained_parameters() if id(one) not in known]:
             raise UnsupportedError(
@@ -306,7 +306,7 @@ class LocalBinding(Steps):
     def _adopt_loaded_parameters(self) -> None:
         """Makes the parameters the common ones if all ranks have loaded others into the model."""
         before, self._before_load = self._before_load, None
-        if before is None or before == self._digests():  # lent for an evaluation
+        if before is None or before == self._digests():  # none loaded, or restored after an evaluation
             return
         for part in self.parts:
             part.restart(part.bucket.progress)
@@ -361,7 +361,8 @@ class LocalBinding(Steps):
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in saved.get(what, {}).items()}
             if other := found.items() ^ wanted.items():
-                raise StateMismatchError(f"saved {what} of {min(other)[0]}: use its model and outer=")
+                words = f"saved {what} of {min(other)[0]} does not fit: use the saved run's model and outer="
+                raise StateMismatchError(words)
         return saved
 
 

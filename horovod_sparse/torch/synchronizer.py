@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("horovod_sparse")
 
-#: go before the names of optimizers' collectives: two may have parameters of the same names (networks that
-#: are trained in turn). They need not be the same on all ranks: all take the first rank's.
+#: labels that begin the names of an optimizer's collectives, since parameters of two optimizers may have the
+#: same names (networks trained in turn). Labels may differ between ranks: all take rank 0's.
 _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
 
 
 class GradientSynchronizer(GradientTraining):
-    """Synchronizes gradients over Horovod; `decision` is why the plan was taken, where a profile decided."""
+    """Synchronizes gradients over Horovod; `decision` says why the plan was chosen, if a profile decided."""
 
     engine: HorovodEngine
     raise_explained = staticmethod(raise_explained)
@@ -88,7 +88,7 @@ class GradientSynchronizer(GradientTraining):
         }
         return {**super().declared(), **more, **described_request(self._first.request)}
 
-    def _compare_plans(self) -> Synchronization[None]:
+    def _raise_plan_failures(self) -> Synchronization[None]:
         yield from raise_together(self._first.failure)
 
     @property
@@ -228,8 +228,8 @@ class Methods(torch.optim.Optimizer):
         """Synchronizes the gradients, and runs the optimizer's step.
 
         A closure's gradients are synchronized after each of its calls, before the optimizer uses them,
-        unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS gets its
-        losses over all ranks, too (`op` of them), and returns such a one.
+        unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS also gets and
+        returns losses that are reduced over all ranks by `op`.
         """
         synchronizer = self._synchronizer
         if closure is not None:
@@ -302,9 +302,9 @@ class Methods(torch.optim.Optimizer):
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, for the same number of ranks.
 
-        All ranks load between the same two steps, or any before the first: in the next step they compare what
-        they have; where it is not of one step and one run, sparsifiers start anew on all. A step that is
-        under way is cancelled.
+        All ranks load between the same two steps, or any of them before the first. In the next step they
+        compare their states; unless all are of one step and one run, all ranks reset their sparsifiers'
+        states. Cancels a step in progress.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.

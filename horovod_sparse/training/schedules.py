@@ -39,7 +39,7 @@ class Schedule:
         """Raises if the recipe cannot have this `every` and `delay`, or own steps exclude a setting."""
         if not recipe.feedback.applies_rate:
             if self.moves_at_once:
-                allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
+                allowed = "'best' if every > 1 or delay > 0: others' gradients are exchanged in every step"
                 raise ArgumentError("compression", recipe.describe(), allowed)
             return
         for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
@@ -187,7 +187,7 @@ class LocalSchedule(Schedule):
         return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay")}
 
     def mean_of(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
-        """Returns (sum, factor), whose product is the mean displacement: over all ranks, or over senders."""
+        """Returns a sum and a factor, whose product is the mean displacement of all ranks or of senders."""
         if self.combine == "senders" and isinstance(sparsifier, SelectAndGather):
             return mean_over_senders(sum_), 1.0
         return sum_, 1.0 / size

@@ -37,7 +37,7 @@ _log = logging.getLogger("horovod_sparse")
 class Training:
     """Base of a front end's training: its parts, plan, step number and topology, agreed between ranks.
 
-    A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
+    A front end derives from it, and decides when to start the parts and when to wait for them.
     """
 
     #: the `Starter` of the parts' coroutines: the engine, unless a front end overrides it
@@ -48,7 +48,7 @@ class Training:
         self.telemetry = Telemetry()
         self.policy = NonFinitePolicy(settings.on_nonfinite, self.telemetry)
         self.drift = agreement.DriftCheck(settings)
-        #: synchronizations that were not cancelled
+        #: number of synchronizations, without cancelled ones
         self.step, self.plan = 0, Plan(())
         self.facts: dict[str, tuple[ParameterFacts, Any]] = {}
         #: buckets and dense parameters, in the order of the plan
@@ -59,7 +59,7 @@ class Training:
         self.label, self._own_label = "", label
         #: rank and number of ranks for which states were made, and all numbers of ranks so far
         self.made_for, self.sizes = (0, 1), set[int]()
-        #: parameters that have come since the training began
+        #: names of parameters added since the training began
         self.joined: set[str] = set()
         #: the `start_token` under which ranks have agreed; None if they have to agree
         self._agreed_under: object = None
@@ -98,8 +98,8 @@ class Training:
         """Returns a plan for all parameters when a training begins, or for those that join it later."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
-    def _compare_plans(self) -> Synchronization[None]:
-        """Step of the agreement in which a front end may raise, if ranks cannot take the same plan."""
+    def _raise_plan_failures(self) -> Synchronization[None]:
+        """Raises on all ranks if one could not make its first plan, for front ends whose plans can fail."""
         yield from ()
 
     #: returns this rank's failures; a sharded training adds those of ranks with other shards
@@ -228,7 +228,7 @@ class Training:
 
     def _agreement(self) -> Synchronization[agreement.AgreedStatus]:
         yield from agreement.compare(self.declared(), self.parameters)
-        yield from self._compare_plans()
+        yield from self._raise_plan_failures()
         if self.settings.levels == "host":
             before, position = self.topology, own_position(self.engine.placement())
             self.topology = Topology.of((yield from gather_values(position))) if self.size > 1 else None
@@ -294,7 +294,7 @@ class Training:
         load_entry(self, entry, self.factor_for(entry))
 
     def factor_for(self, entry: Mapping[str, Any]) -> float:
-        """Returns by what residuals of a loaded entry are multiplied at the present number of ranks."""
+        """Returns the factor for a loaded entry's residuals at the present number of ranks."""
         # in elastic training a worker reloads its own entry, whatever the number of ranks was then
         if entry["size"] in self.sizes:
             return self.size / int(entry["size"])

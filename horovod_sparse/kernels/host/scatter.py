@@ -80,7 +80,7 @@ def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no
     for run in range(at.size):
         i, last = at[run], stops[run]
         while i < last and read(indices, i) < stop:
-            place = np.uint64(read(indices, i) - start)  # unsigned: nothing looks whether it is below 0
+            place = np.uint64(read(indices, i) - start)  # unsigned: numba checks no sign of the index
             old = tile[place]
             first_touches += raw_bits(old) == 0
             total = old + read(values, i)
@@ -126,8 +126,8 @@ def write_runs(  # type: ignore[no-untyped-def]
 def add_sorted_runs(indices, values, at, stops, tile, counts, where, totals, numbers):  # type: ignore[no-untyped-def]
     """Adds up sparse vectors of ascending indices; returns how many different indices they have.
 
-    `where` becomes these indices, ascending, `totals` the bits of the sums there, and `numbers` those of how
-    many summands each has. All three have room for a vector more. `tile` and `counts` are zeros, and stay so.
+    Writes these indices, ascending, to `where`, their sums' bits to `totals`, and their counts of summands to
+    `numbers`; each has room for one vector more. `tile` and `counts` are zeros before and after.
     """
     found, some, zeros = 0, v.splat(v.as_key(raw_bits(counts[0]), 1)), v.zeros_like(v.load(tile, 0))
     while True:
@@ -141,7 +141,7 @@ def add_sorted_runs(indices, values, at, stops, tile, counts, where, totals, num
         for run in range(at.size):
             i, last = at[run], stops[run]
             while i < last and read(indices, i) - start < tile.size:
-                place = np.uint64(read(indices, i) - start)  # unsigned: nothing looks whether it is below 0
+                place = np.uint64(read(indices, i) - start)  # unsigned: numba checks no sign of the index
                 tile[place] += read(values, i)
                 counts[place] += 1
                 i += 1

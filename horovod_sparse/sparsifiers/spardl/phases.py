@@ -18,10 +18,10 @@ RESIDUAL_MODES = ("global", "partial", "local")
 class Ledger:
     """Records every change of a rank's accumulator in a step, to compute the residual at its end.
 
-    While the step runs, what is selected leaves the accumulator, what arrives is added, and what is discarded
-    remains, in the paper's words *local* (never sent), *end-procedure* (sent or received, at an index that is
-    not in the final sum) or *in-procedure* (received and dropped, at an index that came to the final sum by
-    another way). `settle` does what Algorithm 1 does in its lines 11 to 13.
+    During a step, selected values leave the accumulator, received values are added, and discarded values
+    remain. The paper calls these *local* (never sent), *end-procedure* (sent or received, at an index outside
+    the final sum) or *in-procedure* (received and dropped, at an index that entered the final sum by another
+    way). `settle` carries out lines 11 to 13 of Algorithm 1.
     """
 
     def __init__(self, accumulator: Accumulator, wire: WireFormat) -> None:
@@ -59,10 +59,9 @@ class Ledger:
     def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
         """Writes the residual for the next step into the accumulator, at the end of a step.
 
-        "global": a rank's own discarded values return to it, partial sums stay with the rank that dropped
-        them (with `in_place` all do). "partial": dropped partial sums are lost. "local": only values never
-        sent are kept. Rounding errors stay. The velocity is masked where this rank's own value has left
-        it for good.
+        "global": a rank's own discarded values return to it; partial sums stay with the rank that dropped
+        them (with `in_place`, all values do). "partial": dropped partial sums are lost. "local": only values
+        never sent are kept. Rounding errors stay. Masks the velocity where this rank's value was applied.
         """
         if mode == "global":
             for indices, before in [] if in_place else reversed(self._changes):
@@ -80,7 +79,7 @@ class Ledger:
             self._accumulator.add(error.indices[applied], error.values[applied])
 
     def _restore(self, indices: Indices, values: Values) -> None:
-        """Writes earlier values back: subtracting what was added would not restore them exactly."""
+        """Writes the accumulator's earlier values back in `settle`, since subtraction would not be exact."""
         if indices.size:
             self._accumulator.put(indices, np.ascontiguousarray(values))
 
@@ -99,8 +98,8 @@ class Phases:
     def scatter_reduce(self) -> Synchronization[SparseVector]:
         """Spar-Reduce-Scatter: returns the largest elements of this team's sum of this rank's block.
 
-        From the longest distance to the shortest one bag is sent and one received; every block is
-        sparsified just before it is sent, all that arrived for it included. One message per step.
+        In each stage, from the longest distance to the shortest, a rank sends one bag of blocks and receives
+        one. It sparsifies a block, to which it has added all received values, just before sending it.
         """
         layout, team, position = self._layout, self._team, self._position
         for stage in reversed(range(layout.num_stages)):

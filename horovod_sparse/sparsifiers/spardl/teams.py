@@ -68,7 +68,7 @@ class TeamLayout:
         return [(position + offset) % self.team_size for offset in range(first, stop)]
 
     def traffic(self, info: BucketInfo, wire: WireFormat, recursive: bool) -> tuple[Traffic, ...]:
-        """Declares the collectives of a step with the bytes that this rank sends."""
+        """Declares a step's collectives and this rank's bytes; teams are summed by R-SAG if `recursive`."""
         _, position = self.team_and_position(info.rank)
         d, quota = self.teams, self.quota(position)
         # B-SAG may leave as few elements of a block as one team gives
@@ -132,8 +132,8 @@ class SparDLState(SparsifierState):
     def with_adjusted_share(self, num_after: int, quota: int, teams: int) -> SparDLState:
         """Returns the next state (Algorithm 2): a larger share if the teams' union was below `quota`.
 
-        Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
-        instead of counts (h / L, stride / L) mean the same, and hold when the density changes.
+        A second change in the right direction doubles the stride; a change in the wrong direction reverses
+        and halves it. Shares (h / L, stride / L) replace the paper's counts: they outlive changes of density.
 
         Source: SparDL, Algorithm 2, as printed (its text has the signs the other way round). Departures:
         the stride never falls below one element, or it could not recover (in the public program it is

@@ -102,10 +102,10 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
                     return apply(grads, trainable_variables)
                 if trainable_variables is None:
                     if not self.built:
-                        return apply(grads, None)  # says that it is not built
+                        return apply(grads, None)  # raises: the optimizer is not built
                     trainable_variables = self._trainable_variables
                 variables = list(trainable_variables)
-                if len(grads) != len(variables):  # Keras would leave out what is too much, on each rank alone
+                if len(grads) != len(variables):  # Keras would drop the surplus on this rank alone
                     raise ArgumentError(
                         "grads", f"{len(grads)} gradients", f"{len(variables)}, one a variable"
                     )
@@ -223,7 +223,7 @@ class Accumulation:
         def apply_sums() -> None:
             factor = 1.0 / self.passes if self._average else 1.0
             totals = [None if sum_ is None else multiply(sum_.read_value(), factor) for sum_ in sums]
-            # before the step, which may end in an error: nothing of it stays for the next one
+            # sums are cleared before the step, so that an error in it leaves none for the next one
             with tf.control_dependencies([total for total in totals if total is not None]):
                 done = [sum_.assign(tf.zeros_like(sum_)) for sum_ in sums if sum_ is not None]
                 done.append(count.assign(0))
