@@ -77,7 +77,7 @@ class LocalBinding(Steps):
         self._is_restored = self._has_begun = False
         #: local steps since the exchange in flight began
         self._flying = 0
-        #: True if the common parameters were loaded from a checkpoint since the last exchange
+        #: True if other parameters were loaded into the model since the last exchange began
         self._replaced = False
         facts = engine.facts({})
         super().__init__(engine, schedule.recipe, settings, schedule, self._buffers)
