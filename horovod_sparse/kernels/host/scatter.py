@@ -126,8 +126,8 @@ def write_runs(  # type: ignore[no-untyped-def]
 def add_sorted_runs(indices, values, at, stops, tile, counts, where, totals, numbers):  # type: ignore[no-untyped-def]
     """Adds up sparse vectors of ascending indices; returns how many different indices they have.
 
-    Writes these indices, ascending, to `where`, their sums' bits to `totals`, and their counts of summands to
-    `numbers`; each has room for one vector more. `tile` and `counts` are zeros before and after.
+    Writes these indices, ascending, to `where`, and the floats' bits of each sum and number of summands to
+    `totals` and `numbers`; all have room for one vector more. `tile` and `counts` are zeros before and after.
     """
     found, some, zeros = 0, v.splat(v.as_key(raw_bits(counts[0]), 1)), v.zeros_like(v.load(tile, 0))
     while True:
