@@ -304,6 +304,7 @@ class MpiCarrier:
             del self._inbox[key]
 
     def _exchange(self, request: Exchange, name: str) -> _Messages:
+        """Starts an exchange: sends this rank's messages; the handle that it returns receives the others'."""
         self._receive_arrived()
         whose, digest = f"{name}: rank {self._rank}", hashlib.blake2b(name.encode(), digest_size=8).digest()
         number = self._numbers[digest]
@@ -363,7 +364,7 @@ class MpiCarrier:
 
 @dataclass(frozen=True)
 class _Messages:
-    """The messages that one exchange sends and receives."""
+    """The handle of one exchange over MPI: tells when its messages are done, returns the received ones."""
 
     carrier: MpiCarrier
     key: Key

@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 #: elements from which an array is read in place, where its start and end are at hand of whole blocks
 _LARGE = 1 << 16
-#: elements that are widen for a norm at a time: they stay in the cache between their uses
+#: elements that are widened for a norm at a time: they stay in the cache between their uses
 _WIDENED = 1 << 16
 
 
@@ -208,8 +208,8 @@ def undo_fold(
 ) -> None:
     """Subtracts a folded gradient from values and companion again, up to rounding; a decay is not undone.
 
-    A second moment comes back as it was, but where the gradient's square was so much larger that nothing of
-    it was left. All arrays are of one `library`, NumPy or PyTorch; `factors` are the rule's for their type.
+    A second moment is restored, except where rounding had lost it beside a much larger squared gradient. All
+    arrays are of one `library`, NumPy or PyTorch; `factors` are the rule's for their type.
 
     Example:
         >>> values, rule = np.array([3.0, 1.0, 2.0]), FoldRule()
@@ -249,7 +249,7 @@ def projection_on(before: Any, after: Any, moment: Any, signs: Any, factors: Any
 
 
 def _subtract_folded(values: Any, step: Any, library: Any) -> None:
-    """Subtracts a folded step from values in place, except where the fold left it out, as not finite."""
+    """Undoes a fold: subtracts its step from values in place, but not where the fold had skipped it."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # where this overflows, the fold's sum may have overflowed too, and nothing was added
@@ -258,6 +258,7 @@ def _subtract_folded(values: Any, step: Any, library: Any) -> None:
 
 
 def _chunks(gradient: GradientParts) -> Iterator[Array]:
+    """Yields a gradient's elements in small arrays, half types as float32."""
     for _, piece in gradient.pieces(_WIDENED):
         for start in range(0, piece.size, _WIDENED):
             yield widen(piece[start : start + _WIDENED])

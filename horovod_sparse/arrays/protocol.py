@@ -158,8 +158,8 @@ class Kernels(Protocol):
     ) -> tuple[FoldReport, Number]:
         """Makes the one pass over n elements: updates values, companion and maxima; returns report and norm.
 
-        `norm` is the sum of squares of the values before; returned is that after. A gradient or rule that
-        does not fit is refused by an `ArgumentError`, and nothing is changed.
+        `norm` is the sum of squares of the values before the fold; the result has the one after it. Raises an
+        `ArgumentError` for a gradient or rule that does not fit, and changes nothing then.
         """
 
     def with_projection(self, report: FoldReport, samples: Any, signs: Values, rule: FoldRule) -> FoldReport:
@@ -183,9 +183,9 @@ class Kernels(Protocol):
     def largest(
         self, values: Memory, maxima: Memory, k: int, start: int, stop: int
     ) -> tuple[Indices, Memory | None]:
-        """Returns indices (and values) of the k largest, 0 < k < stop - start; of equal ones the lowest.
+        """Returns the indices of the k largest, 0 < k < stop - start; of equal ones the lowest.
 
-        Also the values there, if they were in the cache; else None.
+        The second result is their values, or None if the kernel has not read them anyway.
         """
 
     def largest_of_each(
@@ -230,10 +230,10 @@ class Kernels(Protocol):
         """Returns the sum of squares of n values."""
 
     def number(self, value: float) -> Number:
-        """Converts a float to the kernels' own type of numbers."""
+        """Returns a float as a `Number`: a sum of squares as the kernels keep it, on host or device."""
 
     def float_of(self, number: Number) -> float:
-        """Converts a number of the kernels' own type to a float; may wait for a device."""
+        """Returns a `Number` as a float; may wait for a device."""
 
     def updated_norm(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
         """Returns a sum of squares after k values have changed from `old` to `new`, or to 0."""

@@ -85,7 +85,7 @@ class Bucket:
 
     @property
     def progress(self) -> Progress:
-        """`Progress` at the present step."""
+        """The bucket's step, age of companions and gradients' similarity, as `Progress`."""
         return dataclasses.replace(self._progress, step=self.state.step)
 
     def restart(self, progress: Progress | None = None) -> None:
@@ -237,7 +237,7 @@ class Bucket:
             )
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises on an overflow's position, or on marks {rank: position of NaN or Inf, n for an edit}."""
+        """Raises if `overflow` is a position, or on marks {rank: position of NaN or Inf; n for an edit}."""
         name, cancelled = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == cancelled]:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "see its own error for names"))
@@ -266,10 +266,7 @@ class Bucket:
             result = yield request
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls back the last step: its selection returns to the residual; `drop`: the gradient leaves it.
-
-        The gradient stays folded in, unless it is dropped.
-        """
+        """Rolls back the last step: returns its selection to the residual; `drop` undoes its fold, too."""
         self._undo_step()
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient)

@@ -66,7 +66,7 @@ class GradientSynchronizer(VariablesTraining):
         return takes_part(self.process_set)
 
     def _on_invalid_traces(self) -> None:
-        self._eagerly = graph.EagerCalls(self._build)  # our own functions
+        self._eagerly = graph.EagerCalls(self._build)  # drops our own traced functions
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns the checkpoint entry with the fields `more`; raises in the middle of a step."""

@@ -61,7 +61,7 @@ def fold_dtype(dtype: Any) -> torch.dtype:
 
 
 class TorchAccumulator(Accumulator):
-    """An accumulator on a tensor's device; arrays of n elements never leave the device.
+    """An accumulator on a device, which arrays of n elements leave only for checkpoints and new plans.
 
     Arguments are those of `HostAccumulator`; `kernels` are other bodies than the device's (measurements,
     tests).

@@ -36,7 +36,7 @@ _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
 def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
-    """Returns copies of those of the optimizer's states that hold a second moment, velocity or residual."""
+    """Returns copies of the optimizer's states that hold a moment, velocity or residual; omits the others."""
     return {one: dict(state) for one, state in states.items() if set(state) & {*_MOMENTS, RESIDUAL}}
 
 

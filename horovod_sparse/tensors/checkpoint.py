@@ -111,7 +111,7 @@ def load(
 
     Args:
         directory: as given to `save`.
-        training: like the one that was saved; a step that is under way is canceled.
+        training: like the one that was saved; a step that is under way is cancelled.
         step: that of the checkpoint, if not the newest.
         model: gets the parameters and buffers that were saved; left alone if left out.
 

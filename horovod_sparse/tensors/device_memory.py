@@ -72,7 +72,7 @@ class DeviceMemory(GradientMemory):
 
 
 class WholeTensor(WholeGradient):
-    """A `WholeGradient` on a device: `Dense` sends the tensor from there, and its sum stays there."""
+    """A `WholeGradient` on a device, for `Dense`: the allreduce takes a device tensor, and returns one."""
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
         self._gradient = gradient

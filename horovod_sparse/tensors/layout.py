@@ -37,7 +37,7 @@ def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
 
 
 def on_host(saved: Any) -> Any:
-    """Returns a nested checkpoint entry in which all tensors are on the CPU."""
+    """Returns a nested checkpoint entry with its tensors on the CPU; called before an entry is loaded."""
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), saved)
 
 

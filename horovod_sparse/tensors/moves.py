@@ -59,7 +59,7 @@ class HostParameters(Parameters):
         return self._memory
 
     def _as_array(self, memory: torch.Tensor) -> Any:
-        """Returns flat memory as the array that moves change: of NumPy; in a subclass the tensor itself."""
+        """Returns the array that moves change: flat memory as NumPy's; in a subclass the tensor itself."""
         return host_view(memory)
 
     def fold_input(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:

@@ -100,7 +100,7 @@ Result = TypeVar("Result")
 
 
 class CudaStreams:
-    """Makes one bucket's work, which runs on several CUDA streams, wait for what it reads."""
+    """Orders one bucket's work on several CUDA streams: each waits for the streams whose memory it reads."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda

@@ -52,7 +52,7 @@ class Parameters:
         """Called after the arrays have been changed; a subclass may copy them to the parameters."""
 
     def _by_parameter(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
-        """Yields each parameter with some of the indices: array, slice of the indices, and positions."""
+        """Yields (array, slice of `indices`, positions in the array) of each parameter that has indices."""
         cuts = itertools.pairwise([0, *np.searchsorted(indices, self._stops).tolist()])
         for array, (first, _), (start, stop) in zip(self.arrays(), self.spans, cuts, strict=True):
             if start < stop:
@@ -168,7 +168,7 @@ class BucketPart:
         self.bucket.restart(progress)
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls back the step: its selection returns to the residual; with `drop` its gradient leaves it."""
+        """Rolls back the step: returns its selection to the residual; `drop` undoes its fold, too."""
         self.bucket.abandon(drop=drop)
 
     def shaped(self, number: int, values: np.ndarray) -> Any:
@@ -244,14 +244,14 @@ def gather_shards(
 def _arrays_of_part(
     part: BucketPart, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> list[np.ndarray]:
-    """Returns a part's residual and companions, [n] each, from dicts by parameter."""
+    """Returns a part's residual and companions, [n] each, from dicts; scales moments to the part's age."""
     filled = part.zero_arrays()
     for by_name, into in zip(arrays, filled, strict=False):
         for number, (name, span) in enumerate(zip(part.names, part.spans, strict=True)):
             if name in by_name:
                 into[slice(*span)] = part.flat(number, by_name[name])
                 if by_name is not arrays[0] and name in progress:
-                    before, bucket = progress[name], part.bucket  # which may be of another age
+                    before, bucket = progress[name], part.bucket
                     age = before.age if before.summed == bucket.num_summed else 0
                     into[slice(*span)] *= bucket.feedback.moment_factor(age, bucket.progress.age)
     return filled

@@ -176,9 +176,9 @@ def raise_if_no_sparsifier(options: Mapping[str, Any], compression: object) -> N
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 
 
-def _checked_interval(every: Any) -> int:
+def _checked_interval(check_every: Any) -> int:
     """Returns the number of steps between comparisons of ranks: the argument, or the environment's."""
-    name = "check_every"
+    name, every = "check_every", check_every
     if every is None:
         name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip() or str(_EVERY)
         every = text if whole_number(text) < 0 else whole_number(text)

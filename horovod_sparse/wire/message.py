@@ -271,10 +271,10 @@ def empty_message(length: int, count: int, report: FoldReport, tag: int | None) 
 
 @dataclass
 class SparseSum:
-    """The decoded messages of all ranks, one after another: added up by index, the sum over ranks.
+    """A sum over ranks as indices and values; values at equal indices still have to be added up.
 
     Attributes:
-        indices: int32; an index may stand more than once (its values add up).
+        indices: int32; an index may stand more than once.
         values: as long, float32 or float64; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
         notes: all ranks' `Notes`.
@@ -294,7 +294,7 @@ class SparseSum:
 def unpack_sum(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
 ) -> SparseSum:
-    """Decodes all ranks' messages into one array of indices and one of values.
+    """Decodes all ranks' messages into one array of indices and one of values, not yet added up.
 
     Every index and every value is written once, to where the sum needs it.
 

@@ -96,10 +96,9 @@ def write_runs(  # type: ignore[no-untyped-def]
 ):
     """Overwrites `dense` with the scaled sum of sparse runs; returns how many different indices they have.
 
-    Indices count from `first` elements before `dense`. Run r of them, [at[r], stops[r]), ascends; at[r] is
-    moved behind those of `dense`. A tile of zeros that stays
-    in the cache takes all runs, is written in one go and is 0 again. After the first `head` elements
-    tiles are aligned, which writing past the caches asks for.
+    Index i belongs to dense[i - first]. Run r, indices[at[r]:stops[r]], ascends; at[r] is moved past the
+    last index within `dense`. `tile`, zeros that stay in the cache, adds up the runs, is copied to `dense`
+    and zeroed. Tiles are aligned after the first `head` elements, as writes past the caches need.
     """
     first_touches, start, stop = 0, 0, min(head, dense.size)
     scales = v.splat(scale)
@@ -243,7 +242,7 @@ def _checked_flat(dense: Array) -> Array:
 
 
 def checked_pair(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
-    """Returns a sum's indices and values as kernels take them for arrays of `kind`; raises if they differ."""
+    """Returns a sum's indices and values in the form that kernels take; raises if their sizes differ."""
     where = checked(indices, num_elements)
     new = kernel_array(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:
@@ -291,6 +290,7 @@ def apply_scaled_sums(
 def _write_half_types(
     arrays: Sequence[Array], spans: Sequence[tuple[int, int]], indices: Array, values: Array
 ) -> int:
+    """Writes a sum to arrays of float16 or bfloat16, 0 elsewhere; returns the number of different indices."""
     where, totals, _ = sum_duplicates(indices, values)
     for array, (start, stop) in zip(arrays, spans, strict=True):
         flat, here = native_bits(array), slice(*np.searchsorted(where, (start, stop)))
