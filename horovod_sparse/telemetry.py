@@ -126,7 +126,7 @@ class StepReport:
 
     @property
     def density_selected(self) -> float:
-        """The density of what this rank sent: its selected elements by all elements."""
+        """The density that this rank sent: its selected elements divided by all elements."""
         return self.num_selected / self.num_elements if self.num_elements else 0.0
 
     @property

@@ -104,7 +104,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Describes a cluster by what need not be measured: ranks, framework, controller and device.
+    """Describes a cluster without measurements: its ranks, framework, controller and device.
 
     `rank` and `size` count within the process set, `controller` is Horovod's or the backend of
     torch.distributed, and `device` is in words.

@@ -14,7 +14,7 @@ from horovod_sparse.planning.profile import Profile
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Medians over steps of each parameter's seconds of backward: from the gradient before it to its own."""
+    """Medians over steps of each parameter's backward time: seconds from the previous gradient to its own."""
 
     #: by parameter, in the order in which gradients came; 0 for those that never came
     backward_seconds: Mapping[str, float]
@@ -91,10 +91,10 @@ class BackwardRecorder:
 
 
 def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
-    """Returns the means over ranks of what each has measured in a step, the same on every rank.
+    """Returns the means over ranks of the times that each rank measured, the same on every rank.
 
-    Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
-    of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
+    Ranks that measured nothing do not count. Since a collective waits for the slowest rank, all means are
+    multiplied by ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
     """
     line = own and [own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
     measured = [item for item in (yield from gather_values(line)) if item is not None]

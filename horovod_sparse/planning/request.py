@@ -171,7 +171,7 @@ class PlanRequest:
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
     ) -> Decision:
-        """Returns the plan that the strategy makes from the profile, with its predicted times and others'."""
+        """Returns the plan that the strategy makes from the profile, with its and others' predicted times."""
         profile = self.profile
         assert profile is not None  # else `of` has set `failure`
         for difference in profile.check(where):

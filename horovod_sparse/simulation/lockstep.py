@@ -237,7 +237,7 @@ def answer(requests: Sequence[Request]) -> list[Any]:
 
 
 def _answer_exchanges(requests: Sequence[collectives.Exchange]) -> list[dict[int, Any]]:
-    """Returns each rank's received messages; raises if a rank awaits others than are sent to it."""
+    """Returns each rank's received messages; raises if its senders are not the ranks it awaits."""
     inbox: list[dict[int, Any]] = [{} for _ in requests]
     for sender, request in enumerate(requests):
         for receiver, buffer in request.sends.items():

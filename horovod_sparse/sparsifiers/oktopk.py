@@ -194,9 +194,9 @@ class OkTopk(Sparsifier):
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Returns this rank's sums that reach the global threshold, and what ranks found by an allgather.
+        """Returns this rank's sums that reach the global threshold; an allgather gives the other results.
 
-        That is: numbers of selected and kept elements by rank, the threshold, and the next regions.
+        These are: numbers of selected and kept elements by rank, the threshold, and the next regions.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of

@@ -197,7 +197,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
 
 
 def residual_factor(old_rank: int, old_size: int, size: int) -> float:
-    """Returns by what an old rank's residual is multiplied at a new number of ranks, so that the mean stays.
+    """Returns the factor for an old rank's residual at a new number of ranks, so that the mean stays.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new

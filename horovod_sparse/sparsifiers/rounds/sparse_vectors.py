@@ -130,7 +130,7 @@ def cut_and_pack(
 def reduce_in_regions(
     vector: SparseVector, regions: Sequence[Window], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[SparseVector, SparseSum, Values | None]]:
-    """Sums regions up by an all-to-all to their owners; returns this rank's sum, what arrived, and errors."""
+    """Sums regions up by an all-to-all to their owners; returns own sum, messages, rounding errors."""
     messages, error = cut_and_pack([vector.cut(*region) for region in regions], report, info, wire)
     arrived = yield AllToAll(messages)
     gathered = unpack_sum(np.concatenate(arrived), info.size, wire, info.num_elements, info.value_dtype)

@@ -120,7 +120,7 @@ class HostVariables(Parameters):
 
 
 def variables_by_name(variables: Sequence[Any]) -> dict[str, Any]:
-    """Returns variables by unique names, without the numbers that Keras adds, other ones in each process."""
+    """Returns variables by unique names, without Keras' numbers, which differ between processes."""
     paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
     names = unique_names([SimpleNamespace(name=path) for path in paths])
     return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}
