@@ -136,7 +136,7 @@ def densities(result: Mapping[str, Any]) -> Figure:
     drawn = []
     for task, steps in lengths.CELLS:
         dense, points = lengths.row(task, steps, "dense"), []
-        for density in sorted(lengths.DENSITIES):
+        for density in sorted(lengths.densities(steps)):
             name = lengths.row(task, steps, f"{100 * density:g} %")
             training, held_out = (behind(result["runs"], name, dense, score) for score in lengths.SCORES)
             points += [(100 * density, fmean(training), fmean(held_out))] if training else []

@@ -234,11 +234,11 @@ def for_length(steps: int) -> dict[str, Any]:
 
     Example:
         >>> for_length(10_000)
-        {'density': 0.001, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
+        {'density': 0.0009, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
     """
     check_count("steps", steps, "the number of steps of the training, 1 or more")
-    # short trainings have a lead to spend, long ones send an element ten times: docs/report.md, section 6
-    density = min(max(0.0025, 5e-6 * steps), 10 / min(steps, 10_000))
+    # short trainings have a lead to spend, long ones send an element nine times: docs/report.md, section 6
+    density = min(max(0.0025, 5e-6 * steps), 9 / min(steps, 10_000))
     return {"density": float(f"{density:.2g}"), "values": "2bit", "indices": "gaps", "feedback": "adam"}
 
 

@@ -29,7 +29,7 @@ def test_who_has_not_come_is_named(group, rank):
     replica = Replica(SHAPES, None, process_group=group)
     if rank == 0:
         ddp.attach(replica.model, "topk:density=0.1", deadline_seconds=1)
-        with pytest.raises(DeadlineError, match=r"ranks \[1.*\] have not come"):
+        with pytest.raises(DeadlineError, match=r"ranks \[1.*\] have not begun"):
             replica.step(gradients(rank))
 
 
