@@ -109,7 +109,7 @@ class Candidates:
         return self._bits.type(smallest), larger
 
     def largest(self, k: int) -> tuple[Array, Array] | None:
-        """Returns indices and values of the k largest, ascending; None if there are fewer candidates."""
+        """Returns ascending indices and values of the k largest candidates, or None; sets the next bound."""
         if (known := self.kth(k)) is None:
             return None
         out, found = np.empty(k + LANES, np.int32), np.empty(k + LANES, self._bits)

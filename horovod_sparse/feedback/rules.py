@@ -73,7 +73,7 @@ def feedback_named(name: str | feedbacks.Feedback) -> feedbacks.Feedback:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Returns the name of PyTorch's optimizer class ("AdamW") whose `step` this optimizer runs.
+    """Returns the name of the class of torch.optim ("AdamW") whose `step` this optimizer has or inherits.
 
     Raises:
         ArgumentError: for another optimizer, with the reason.

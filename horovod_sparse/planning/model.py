@@ -204,7 +204,7 @@ class Workload:
 
 
 def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
-    """Returns the plan whose buckets are the segments of sparse parameters, in backward order.
+    """Returns the plan with at least one bucket for each segment of sparse parameters, in backward order.
 
     `segments` are the positions at which segments end, ascending; the last is the number of parameters.
     """

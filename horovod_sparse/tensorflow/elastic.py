@@ -20,7 +20,7 @@ _PEER_IS_GONE = ("HorovodInternalError", "Horovod has been shut down"), ("Horovo
 
 
 def run(function: Any) -> Any:
-    """Decorates a training as Horovod's `run`; raises errors of host functions, which Horovod's drops."""
+    """Replaces Horovod's `run`: retries after a lost rank; raises other errors, which Horovod's may drop."""
 
     def train_or_translate_error(state: Any, *arguments: Any, **named: Any) -> Any:
         try:
@@ -94,7 +94,7 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
 
 
 class TensorFlowState(_VariableState, stock.TensorFlowState):
-    """Saves, restores and syncs a list of variables in ``hvd.elastic.run``; `session` must be None."""
+    """Saves, restores and broadcasts variables (no residuals) in ``elastic.run``; `session` must be None."""
 
     def __init__(self, variables: Any = None, session: Any = None, **attributes: Any) -> None:
         self.variables, self.session = list(variables or ()), session

@@ -242,7 +242,7 @@ class GradientTraining(Training):
         return [task.error for task in tasks if task.error is not None]
 
     def _cancel_and_raise(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
-        """Cancels the step on all ranks, and raises its error unless the step is skipped."""
+        """Cancels the step on all ranks; raises its error unless GradScaler or `on_nonfinite` skips it."""
         verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:

@@ -295,7 +295,7 @@ class Binding(Steps):
     def _set_gradients(
         self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], loss_scale: float = 1.0
     ) -> None:
-        """Sets each part's gradients and `OwnStep` (learning rate, weight decay) for this pass."""
+        """Sets each part's gradients and `OwnStep` for this pass; the fold divides by `loss_scale`."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)

@@ -225,7 +225,7 @@ class Methods(torch.optim.Optimizer):
             synchronizer.for_scaler = True
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronizes the gradients, and runs the optimizer's step.
+        """Synchronizes the gradients, unless within `skip_synchronize`; then runs the optimizer's step.
 
         A closure's gradients are synchronized after each of its calls, before the optimizer uses them,
         unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS also gets and

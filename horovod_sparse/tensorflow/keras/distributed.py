@@ -179,7 +179,7 @@ class SavedState(CheckpointedState, _Saveable):
         store[_KEY] = np.frombuffer(self.serialize(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Called by Keras; if the file has no residual (a dense run saved it), the residual becomes zero."""
+        """Called by Keras: loads residuals and states; resets them if the file, a dense run's, has none."""
         if _KEY in store.keys():  # noqa: SIM118 (Keras' stores are no mappings)
             self.deserialize(np.asarray(store[_KEY]).tobytes())
         else:
