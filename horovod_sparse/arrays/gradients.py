@@ -88,7 +88,7 @@ class GradientParts:
 def joined_pieces(
     arrays: Iterable[Array], dtype: np.dtype[Any], size: int, block: int
 ) -> Iterator[tuple[int, Array]]:
-    """Yields pieces of consecutive arrays, each with its position; see `GradientParts.pieces`."""
+    """Yields (position, piece) of consecutive arrays; joins small ones in a buffer of `size`, used again."""
     buffer = np.empty(size, dtype)
     start, filled, large = 0, 0, max(_LARGE, block)
     for array in arrays:

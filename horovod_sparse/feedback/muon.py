@@ -53,7 +53,7 @@ class MuonFeedback(Rule):
 
 
 class Matrices:
-    """Computes Muon's momentum and step of single matrices (torch tensors); skips one with NaN or Inf.
+    """Computes Muon's momentum and step of single matrices; a gradient's NaN or Inf enter its step alone.
 
     Args:
         group: the optimizer's parameter group.

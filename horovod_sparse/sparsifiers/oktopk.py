@@ -44,7 +44,7 @@ def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
 
 
 def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
-    """Returns the bounds of P regions, each of which has an equal number of this rank's selected indices."""
+    """Returns where regions 1 to P - 1 begin, so that each holds as many of this rank's selected indices."""
     if not selection.size:
         return equal_regions(info)
     return selection[np.arange(1, info.size) * selection.size // info.size].astype(np.int64)

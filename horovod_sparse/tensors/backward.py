@@ -262,7 +262,7 @@ class GradientTraining(Training):
         raise error
 
     def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
-        """Cancels a step: zeroes `.grad`, returns selections to residuals; `drop` removes gradients there."""
+        """Cancels a step (`alike`: on all ranks): zeroes `.grad`, undoes selections; `drop`: also folds."""
         self.cancel_collectives(alike=alike)
         for part in self.parts:
             if part.task is not None:

@@ -177,7 +177,7 @@ class StepBucket(ParameterBucket, StepPart):
         return GradientParts(list(map(host_view, self._flat_steps())))
 
     def _momenta_and_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields (momentum, gradient) of each parameter that has a gradient in this pass, in its shape."""
+        """Yields momentum (view) and weighted gradient (copy) of each parameter that has a gradient."""
         for number in self._counted:
             momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
             gradient = self.gradients[number]

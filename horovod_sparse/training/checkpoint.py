@@ -255,7 +255,7 @@ def read_manifests(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def complete_checkpoints(root: Path) -> list[str]:
-    """Returns the names of complete checkpoints."""
+    """Returns the names of complete checkpoints, unsorted; an incomplete one has a hidden name."""
     try:
         return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:

@@ -131,7 +131,7 @@ def raise_if_unlinked(hvd: Any) -> None:
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a step, equal on all ranks."""
+    """Says whether all ranks apply a step, skip it, show a loss scaler Inf, or raise the step's error."""
 
     APPLIED = 0
     SKIPPED = 1

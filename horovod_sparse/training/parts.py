@@ -121,7 +121,7 @@ def scaled(total: SparseSum, scale: float) -> Any:
 
 
 class BucketPart:
-    """A `Bucket` with its parameters' names and shapes: one of the parts of a training.
+    """A `Bucket`, sparse or dense, with its parameters' names and shapes: one of the parts of a training.
 
     A part with `dense`, which the plan leaves dense, has no sparsifier's state in a checkpoint. (A bucket
     that a rule of the recipe sends whole has one.) `spans` has each parameter's [start, stop).
