@@ -112,7 +112,7 @@ REFUSED = [
         lambda: wrapped(adamw(), compression="topk:feedback=rmsprop"),
     ),
     *(
-        (ArgumentError, "'best' with every > 1", {"every": every, "delay": delay})
+        (ArgumentError, "'best' if every > 1", {"every": every, "delay": delay})
         for every, delay in ((2, 0), (1, 1))
     ),
     (ArgumentError, "^optimizer='sgd'.*keras.optimizers.SGD", lambda: wrapped("sgd")),
