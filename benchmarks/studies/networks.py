@@ -50,7 +50,7 @@ class Method(NamedTuple):
 
 _OUTER = ddp.OuterStep(lr=1.5)
 #: of `best`: every and delay, rates, and how many times the steps
-_SCHEDULES = {(1, 0): ((1.5e-3, 3e-3, 6e-3), 1), (1, 1): ((1.5e-3, 3e-3), 1), (1, 2): ((3e-3,), 1)}
+_SCHEDULES = {(1, 0): ((1.5e-3, 3e-3, 6e-3), 1), (1, 1): ((1.5e-3, 3e-3), 1), (1, 2): ((1.5e-3,), 2)}
 _SCHEDULES |= {(4, 1): ((1.5e-3,), 2), (15, 1): ((7.5e-4,), 3)}
 METHODS = {
     DENSE: Method("", {}, (7.5e-4, 1.5e-3, 3e-3, 6e-3)),

@@ -33,7 +33,7 @@ _FP16 = (
 class Case(NamedTuple):
     """The user's model and cluster: parameters, seconds of a step, nodes, bandwidth and latency.
 
-    `message_bytes` are those of a sparse message by parameter.
+    `message_bytes` are those of a sparse message by parameter, `exchange_seconds` a rank's work for one.
     """
 
     num_parameters: float
@@ -42,6 +42,7 @@ class Case(NamedTuple):
     bits_per_second: float
     latency_seconds: float
     message_bytes: float = DENSITY * _SELECTED_BYTES
+    exchange_seconds: float = 0.0
 
     def seconds(self, num_bytes: float, rounds: int) -> float:
         """Returns the seconds that `rounds` messages of `num_bytes` each take."""
@@ -72,7 +73,7 @@ def rows_of(case: Case) -> list[Row]:
     for every, delay, steps in _SCHEDULES:
         given = f", every={every}" * (every > 1) + f", delay={delay}" * (delay > 0)
         exchange = case.seconds(every * others * case.message_bytes * n, 1)
-        exposed = max(0.0, exchange - delay * every * case.step_seconds)
+        exposed = max(0.0, exchange - delay * every * case.step_seconds) + case.exchange_seconds
         rows.append(Row(f"sparse{given}", exposed / every, _SPARSE.format(DENSITY, given), steps))
     return rows
 

