@@ -109,7 +109,8 @@ def _gather_tiny_sum(request: Request) -> Synchronization[Any]:
     if not isinstance(own, np.ndarray) or not 0 < own.nbytes <= _TINY or own.nbytes % 4:
         return (yield request)
     everyone = yield AllGather(np.ascontiguousarray(own).view(np.int32))
-    return everyone.view(own.dtype).reshape(-1, own.size).sum(axis=0)
+    with np.errstate(all="ignore"):  # a gradient may overflow on each rank
+        return everyone.view(own.dtype).reshape(-1, own.size).sum(axis=0)
 
 
 def _gather_as_one_message(own: Mapping[int, Words], num_tasks: int) -> Synchronization[dict[int, Words]]:

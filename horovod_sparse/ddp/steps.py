@@ -77,8 +77,8 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
         roll_back_before_loading([inner_module(model)], self)
 
-    def detach(self) -> None:
-        super().detach()
+    def release_optimizer(self) -> None:
+        super().release_optimizer()
         self.silenced.close()
 
     def before_load(self) -> None:

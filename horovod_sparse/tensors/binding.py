@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import RULES, Progress, Recipe, kind_of
 from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, replicated_arrays
@@ -89,7 +90,7 @@ class Binding(Steps):
         # the optimizer may have a state already: loaded, or from steps of plain PyTorch
         self._loaded = _with_moments(optimizer.state if former is None else former.state_for_copy()["state"])
         if former is not None:
-            former.detach()  # the newer binding takes the optimizer over
+            former.release_optimizer()  # the newer binding takes it over
         optimizer._horovod_sparse = self
         self._handles = [
             optimizer.register_step_pre_hook(self._step_pre_hook),
@@ -114,8 +115,19 @@ class Binding(Steps):
 
     def detach(self) -> None:
         """Removes the hooks: the optimizer steps as PyTorch's again, and keeps its moments or velocities."""
+        self.release_optimizer()
+        if self.step and self.made_for[1] > 1 and self._rule.num_companions:
+            _log.warning(
+                "after detach() moments differ from rank to rank: average them (optimizer.state) over ranks "
+                "before you train with mean gradients, or parameters come to differ, too"
+            )
+
+    def release_optimizer(self) -> None:
+        """Does what `detach` does, without its warning: another training takes over."""
         for handle in self._handles:
             handle.remove()
+        self._load_moves()  # of a checkpoint that no step has resumed: parameters contain them
+        self._to_resume = None
         self.roll_back()
         self.optimizer.state = defaultdict(dict, without_own(self.state_for_copy()["state"]))
         for name in ("_horovod_sparse", "_step_supports_amp_scaling", "__getstate__"):
@@ -296,8 +308,11 @@ class Binding(Steps):
         self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], loss_scale: float = 1.0
     ) -> None:
         """Sets each part's gradients and `OwnStep` for this pass; the fold divides by `loss_scale`."""
+        settings_of = {one: group for group in self.optimizer.param_groups for one in group["params"]}
         for part in self.parts:
-            settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
+            if part.given[0] not in settings_of:
+                raise UnsupportedError(f"{part.names[0]} has left the optimizer since attach: attach again")
+            settings, age = settings_of[part.given[0]], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)
             own, beside = now.weights
             now = dataclasses.replace(now, weights=(own / loss_scale, beside))

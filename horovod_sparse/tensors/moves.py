@@ -151,8 +151,6 @@ class StepBucket(ParameterBucket, StepPart):
         self, spec: PartSpec, facts: Facts, ranks: RankAndSize, moves_at_once: bool, ages: dict[str, int]
     ) -> None:
         super().__init__(spec, facts, ranks)
-        #: of the optimizer
-        self.group = facts[spec.names[0]][0].group
         #: number of gradients of each parameter, by name: a late parameter's moment has fewer
         self.ages = ages
         #: this pass's moments that `_correct_late_moment` changed, with copies of their old values

@@ -77,7 +77,7 @@ class StepSynchronizer(Binding):
 
     def retire(self) -> None:
         """Returns the optimizer to PyTorch when another optimizer is made for its parameters."""
-        self.detach()
+        self.release_optimizer()
 
 
 class LocalSteps(LocalBinding):

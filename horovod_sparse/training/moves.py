@@ -262,8 +262,8 @@ class JointMoves:
         self._part = part
 
     def begin(self, starter: Starter, name: str) -> None:
-        report, bucket = self._part.fold(), self._part.bucket
-        self.task = starter.start(name, bucket.synchronize(report, 1.0 / bucket.info.size))
+        bucket = self._part.bucket
+        self.task = starter.start(name, bucket.synchronize(self._part.report, 1.0 / bucket.info.size))
 
     def received_sum(self, scale: float) -> SparseSum:
         """Returns the exchange's sum, which has arrived; raises its error on all ranks alike."""
@@ -330,7 +330,8 @@ class StepPart(BucketPart):
     def fold(self) -> BucketStep:
         """Folds this pass's gradients; residual and moments of absent parameters stay."""
         absent = [self.spans[number] for number in self.absent]
-        return self.bucket.fold(self.prepare_fold(), self.now.rate, absent=absent)
+        self.report = self.bucket.fold(self.prepare_fold(), self.now.rate, absent=absent)
+        return self.report
 
     def prepare_fold(self) -> Any:
         """Returns the gradients in a form that the accumulator can fold."""

@@ -25,7 +25,7 @@ from horovod_sparse import errors
 from horovod_sparse.collectives import gather_values
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
-from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.telemetry import BucketReport, BucketStep
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine
 from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_bits, read_facts
@@ -162,7 +162,7 @@ class Steps(Training):
         for part in self.parts:
             if part.now.weights[1]:  # the fold reads the parameters
                 part.moves.undo_step_ahead()
-        reports = [] if overflowed else [part.fold() for part in self.parts]
+        reports = [] if overflowed else self._fold()
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
             at = part.bucket.accumulator.report.first_nonfinite
@@ -189,11 +189,21 @@ class Steps(Training):
             self._begin_exchange()
             self._apply_exchanges(self.schedule.delay)
 
+    def _fold(self) -> list[BucketStep]:
+        """Folds all parts' gradients, before any is sent; drops them if one part's cannot be folded."""
+        try:
+            return [part.fold() for part in self.parts]
+        except BaseException:
+            for part in self.parts:
+                part.abandon(drop=True)
+            raise
+
     def _begin_exchange(self, *, finishing: bool = False) -> None:
         facts, self._facts, self.taken = self._facts, RankFacts(), 0
         facts.finishing = finishing
         if not self.schedule.moves_at_once:
             facts.present, facts.shrink = present_bits(self.parts), [part.now.shrink for part in self.parts]
+            self._fold()
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
         # collectives in flight need different names
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"

@@ -84,7 +84,7 @@ def test_a_step_that_raises_leaves_gradients(rank):
 
 
 @rows_by("schedule,how", [(1, 0), (1, 1), (4, 0)], ["detached", "copied", "pickled"])
-def test_an_optimizer_goes_on_without_us(schedule, how, rank):
+def test_an_optimizer_goes_on_without_us(schedule, how, rank, caplog):
     net, optimizer, sync = begun(*schedule)
     train(net, optimizer, rank, 5)
     moment = sync.state_dict()["companions"][0]["0.weight"]
@@ -95,6 +95,7 @@ def test_an_optimizer_goes_on_without_us(schedule, how, rank):
         given = pickle.dumps((net, optimizer)) if how == "pickled" else None
         net, optimizer = pickle.loads(given) if given else copy.deepcopy((net, optimizer))
     assert torch.equal(optimizer.state[net[0].weight]["exp_avg_sq"], moment)
+    assert ("moments differ from rank to rank" in caplog.text) == (how == "detached")
     before = flat(net)
     train(net, optimizer, rank, 2)
     assert 0.0 < (flat(net) - before).abs().max() < 0.1

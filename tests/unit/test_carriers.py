@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse import carriers
-from horovod_sparse.collectives import AllGather, AllReduce, Exchange, ReduceScatter
+from horovod_sparse.collectives import AllGather, AllReduce, Exchange, ReduceScatter, single_request
 from horovod_sparse.errors import (
     CollectiveMismatchError,
     MessageError,
@@ -126,6 +126,13 @@ def test_tasks_side_by_side_get_what_each_gets_alone_in_fewer_collectives():
                 np.testing.assert_array_equal(one, other)
     with pytest.raises(StateMismatchError, match="on all ranks"):
         tasks[0][3].value()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_tiny_sum_that_overflows_warns_of_nothing():
+    batches = [[(Task("sum"), single_request(AllReduce(np.full(2, sign * np.inf))))] for sign in (1, -1)]
+    run_lockstep([carriers.side_by_side(batch) for batch in batches])
+    assert np.isnan(batches[0][0][0].value()).all()
 
 
 def test_tasks_of_one_level_gather_and_sum_among_their_ranks():

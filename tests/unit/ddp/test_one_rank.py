@@ -1,5 +1,6 @@
 """What needs a group of torch.distributed, and no other rank."""
 
+import copy
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.trainers import transformers_callback
-from support.passes import backward, batches, flat, net_of, train
+from support.passes import backward, batches, begun, flat, net_of, train
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,19 @@ def test_a_wrapper_that_is_detached_synchronizes_again(mesh):
     model = DistributedDataParallel(net_of())
     ddp.attach(model, "best", torch.optim.SGD(model.parameters(), lr=0.1)).detach()
     assert model.require_backward_grad_sync and not model._forward_pre_hooks
+
+
+def test_detach_undoes_the_moves_of_a_checkpoint_that_was_just_loaded(mesh):
+    net, optimizer, sync = begun(delay=1)
+    train(net, optimizer, 0, 5)
+    saved, model = sync.state_dict(), copy.deepcopy(net.state_dict())
+    with sync.common():
+        common = flat(net)
+    net, _, sync = begun(delay=1)
+    net.load_state_dict(model)
+    sync.load_state_dict(saved)
+    sync.detach()
+    assert torch.equal(flat(net), common)
 
 
 def test_a_coroutine_goes_no_further_behind_the_deadline():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import kind_of, parse_recipe, recipe_for
 
 OPTIM = torch.optim
@@ -352,6 +352,37 @@ def test_a_rate_that_is_refused_leaves_all_groups(kind: type, schedule: Any) -> 
         with pytest.raises(ArgumentError, match="lr="):
             optimizer.step()
     torch.testing.assert_close(optimizer._synchronizer.state_dict()["residuals"], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
+def test_a_fold_that_fails_leaves_all_buckets_and_may_be_repeated(schedule: Any, monkeypatch: Any) -> None:
+    ends = []
+    for fails in (False, True):
+        net = net_of()
+        optimizer: Any = OPTIM.AdamW([{"params": net[number].parameters()} for number in (0, 2)], lr=0.01)
+        hvd.DistributedOptimizer(optimizer, compression="topk:density=0.3,feedback=best", **schedule)
+        trained(net, optimizer, 3)
+        net[0].bias.grad = net[2].bias.grad = None
+        last = optimizer._synchronizer.parts[-1]
+        for _ in range(2 * fails):
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(last, "prepare_fold", lambda: 1 / 0)
+                optimizer.step()
+        optimizer.step()
+        trained(net, optimizer, 2)
+        optimizer.finish()
+        ends.append([*net.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_that_was_removed_is_named() -> None:
+    net = net_of()
+    optimizer: Any = OPTIM.AdamW([{"params": net[number].parameters()} for number in (0, 2)])
+    hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression="best:density=0.1")
+    trained(net, optimizer, 2)
+    del optimizer.param_groups[0]
+    with pytest.raises(UnsupportedError, match=r"0\.bias has left the optimizer"):
+        optimizer.step()
 
 
 def test_a_new_beginning_has_its_gradient_and_a_frozen_parameter_is_saved(tmp_path: Any) -> None:
