@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster_lib import launch
 from cluster_lib.measure import measure
-from cluster_lib.network import counters, make, processes, remove
+from cluster_lib.network import counters, make, remove
 from cluster_lib.record import Cluster, load, load_all, load_complete
 from cluster_lib.system import ClusterError, check_machine
 
@@ -101,8 +101,7 @@ def _state(cluster: Cluster) -> dict[str, Any]:
         hosts = counters(load_complete(cluster.name))
     except ClusterError:
         hosts = []
-    facts = {"name": cluster.name, "rate": cluster.rate.text, "latency": cluster.latency.text}
-    return {**facts, "num_processes": len(processes(cluster)), "hosts": hosts}
+    return {"name": cluster.name, "rate": cluster.rate.text, "latency": cluster.latency.text, "hosts": hosts}
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster_lib.network import RUN_MARK, counters, end_processes
+from cluster_lib.network import RUN_MARK, end_processes
 from cluster_lib.record import Cluster, locked
 from cluster_lib.system import ClusterError
 
@@ -62,7 +62,6 @@ def _start(cluster: Cluster, index: int, program: str, *arguments: str) -> "subp
 
 
 def _measure(cluster: Cluster, name: str, pairs: list[tuple[int, int]], num_bytes: int) -> dict[str, Any]:
-    drops = sum(host["dropped"] for host in counters(cluster))
     receivers = [_start(cluster, target, _RECEIVE) for _, target in pairs]
     for receiver in receivers:
         assert receiver.stdout is not None
@@ -81,6 +80,5 @@ def _measure(cluster: Cluster, name: str, pairs: list[tuple[int, int]], num_byte
             raise ClusterError(f"a transfer failed ({name})")
         total, seconds = output.split()
         rates.append(8 * int(total) / float(seconds))
-    dropped = sum(host["dropped"] for host in counters(cluster)) - drops
     facts = {"pattern": name, "transfers": len(pairs), "bytes_each": num_bytes}
-    return {**facts, "slowest_bits_per_second": min(rates), "dropped_packets": dropped}
+    return {**facts, "slowest_bits_per_second": min(rates)}

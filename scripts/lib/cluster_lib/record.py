@@ -146,11 +146,7 @@ def load_all() -> list[Cluster]:
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends; `busy` is the error of not waiting."""
     STATE.mkdir(exist_ok=True)
-    try:
-        file = path.open("w")
-    except FileNotFoundError:
-        raise ClusterError(f"cluster {path.parent.name!r} has just been removed") from None
-    with file:
+    with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError:

@@ -24,7 +24,6 @@ MOVED = {
 }
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 _FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
-_LANGUAGES = {".py": "python", ".sh": "sh", ".cfg": "ini", ".toml": "toml", ".yml": "yaml", ".json": "json"}
 
 
 def site_path(path: str) -> str:
@@ -39,11 +38,6 @@ def site_path(path: str) -> str:
     if (ROOT / path).is_dir():
         path += "/index.md" if path.startswith("docs/") else "/index"
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
-
-
-def links(text: str) -> list[str]:
-    """Targets of all links and pictures in a page, code left out."""
-    return [match[2] for match in _LINK.finditer(_FENCE.sub("", text))]
 
 
 def target_of(link: str, page: str) -> str | None:
@@ -81,18 +75,10 @@ def reference_page(title: str, modules: list[str]) -> str:
     """Returns a page of the API reference, with an entry for every public name."""
     lines = [f"# {title}"]
     for module in modules:
-        if len(modules) > 1:
-            lines.append(f"## {module}")
-        level = 3 if len(modules) > 1 else 2
+        lines += ["", f"## {module}", ""]
         for name in public_names(module):
-            lines += [f"::: {module}.{name}", "    options:", f"      heading_level: {level}"]
-        lines.append("")
-    return "\n\n".join(["\n".join(lines[:1]), "\n".join(lines[1:])]) + "\n"
-
-
-def pages_of_repository() -> list[str]:
-    """Returns the paths of all pages written by hand."""
-    return [*MOVED, *(f"{path.relative_to(ROOT)}" for path in sorted((ROOT / "docs").rglob("*.md")))]
+            lines += [f"::: {module}.{name}", "    options:", "      heading_level: 3"]
+    return "\n".join([*lines, ""])
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -102,8 +88,9 @@ def on_files(files: Files, config: Any) -> Files:
     for path, src in MOVED.items():
         files.append(File.generated(config, src, content=with_links((ROOT / path).read_text("utf-8"), path)))
     linked: set[str] = set()
-    for page in pages_of_repository():
-        targets = (target_of(link, page) for link in links((ROOT / page).read_text("utf-8")))
+    for page in [*MOVED, *(f"{path.relative_to(ROOT)}" for path in (ROOT / "docs").rglob("*.md"))]:
+        text = _FENCE.sub("", (ROOT / page).read_text("utf-8"))
+        targets = (target_of(match[2], page) for match in _LINK.finditer(text))
         linked |= {target for target in targets if target is not None} - {*MOVED}
     for path in sorted(linked):
         file = ROOT / path
@@ -111,8 +98,7 @@ def on_files(files: Files, config: Any) -> Files:
             text = f"# {path}\n\n" + "".join(f"- `{item.name}`\n" for item in sorted(file.iterdir()))
             files.append(File.generated(config, site_path(path), content=text))
         elif file.is_file() and not path.startswith("docs/"):
-            language = _LANGUAGES.get(file.suffix, "sh")
-            text = f"# {path}\n\n````{language}\n{file.read_text('utf-8')}\n````\n"
+            text = f"# {path}\n\n````python\n{file.read_text('utf-8')}\n````\n"
             files.append(File.generated(config, site_path(path), content=text))
     for name, (title, modules) in PAGES.items():
         files.append(File.generated(config, f"api/{name}.md", content=reference_page(title, modules)))

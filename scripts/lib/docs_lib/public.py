@@ -52,12 +52,6 @@ PAGES = {
 INTERNAL = tuple(f"horovod_sparse.{name}" for name in ("kernels", "planning", "tensors", "training"))
 
 
-def source_of(module: str) -> Path:
-    """Returns the file of a module or package."""
-    path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
 def public_names(module: str) -> list[str]:
     """Returns a module's public names, in its own order.
 
@@ -66,7 +60,8 @@ def public_names(module: str) -> list[str]:
     """
     if module in ALGORITHMS:
         return [ALGORITHMS[module]]
-    path = source_of(module)
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = [name for node in body for name in _defined(node)]
     if path.name == "__init__.py" or not names:
