@@ -33,7 +33,7 @@ ALL = [*(f"own {name}" for name in ALGORITHMS), *(f"stock {name}" for name in AL
 
 
 def test_a_worker_is_replaced_at_an_unchanged_size(tmp_path):
-    task = {"trained": ALL, "killed": [(1, 5, "before")], "batches": 9, "until": {"5": 2}}
+    task = {"trained": ALL, "killed": {"1": 5}, "batches": 9, "until": {"5": 2}}
     with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=2) as job:
         job.set_hosts(HOSTS[:3])  # more than it may use at once
         assert job.wait() == 0, job.log
@@ -56,7 +56,7 @@ def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) ->
     It is the first host that is lost: the others' ranks are renumbered, and no shard stays where it was.
     """
     trained = [f"own {name}:density=0.2" for name in ("topk", "exdyna")]
-    task = {"trained": trained, "batches": 100, "until": {"3": 6, "8": 4}, "killed": [(0, 6, "before")]}
+    task = {"trained": trained, "batches": 100, "until": {"3": 6, "8": 4}, "killed": {"0": 6}}
     task["more"] = {"levels": "host"}
     with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=6, each=2) as job:
         job.wait_for(lambda entries: len(of(entries, "batch", batch=3)) >= 4)

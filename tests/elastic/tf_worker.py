@@ -6,10 +6,7 @@
 import hashlib
 import json
 import os
-import signal
 import sys
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +17,17 @@ import horovod.tensorflow as stock
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-from support.jobs import Diary
+from elastic.job import Task, carry_out
 
 LENGTH, RATE = 40, 0.1
 
 
-@dataclass
-class Task:
-    """What the worker does.
-
-    Attributes:
-        trained: ways to train, each with a compression of its own: "graph" and "eager" by a tape, whose
-            embedding gives tf.IndexedSlices; "stock" by stock Horovod's tape with our compressor; "keras" by
-            an optimizer of Keras 3.
-        batches: in all.
-        killed: by host, the batch in which its worker kills itself.
-        nan: by host, the batch in which its gradient is NaN.
-        until: the number of ranks there must be before the last batches, by batch: the job waits there.
-    """
-
-    trained: list[str] = field(default_factory=lambda: ["graph topk:density=0.2"])
-    batches: int = 12
-    killed: dict[str, int] = field(default_factory=dict)
-    nan: dict[str, int] = field(default_factory=dict)
-    until: dict[str, int] = field(default_factory=dict)
-
-
 class Training:
-    """Variables, and what synchronizes their gradients: that of the table's row 3 is 1 on every rank."""
+    """Variables, and what synchronizes their gradients: that of the table's row 3 is 1 on every rank.
+
+    A way to train and a compression: "graph" and "eager" by a tape, whose embedding gives tf.IndexedSlices;
+    "stock" by stock Horovod's tape with our compressor; "keras" by an optimizer of Keras 3.
+    """
 
     def __init__(self, text: str) -> None:
         self.way, _, compression = text.partition(" ")
@@ -93,37 +73,20 @@ class Training:
 def main(task: Task, folder: Path) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
-    diary = Diary(folder)
-    diary.note("begun", rank=hvd.rank(), size=hvd.size())
     trainings = [Training(text) for text in task.trained]
 
-    @hvd.elastic.run
-    def train(state: Any) -> str:
-        diary.note("trains", rank=hvd.rank(), size=hvd.size(), batch=state.batch)
-        while state.batch < task.batches:
-            if task.until.get(str(state.batch), hvd.size()) != hvd.size():
-                time.sleep(0.1)
-                state.commit()
-                continue
-            if task.killed.get(diary.host) == state.batch:
-                diary.note("dies", batch=state.batch)
-                os.kill(os.getpid(), signal.SIGKILL)
-            bad = task.nan.get(diary.host) == state.batch
-            for training in trainings:
-                training.step(tf.constant(float("nan") if bad else 1.0), tf.constant(float(hvd.rank())))
-            state.batch += 1
-            facts = [training.facts() for training in trainings]
-            diary.note("batch", batch=state.batch, rank=hvd.rank(), size=hvd.size(), trained=facts)
-            state.commit()
-        return "finished"
+    def step(batch: int) -> list[dict[str, Any]]:
+        bad = task.nan.get(os.environ["HOROVOD_HOSTNAME"]) == batch
+        for training in trainings:
+            training.step(tf.constant(float("nan") if bad else 1.0), tf.constant(float(hvd.rank())))
+        return [training.facts() for training in trainings]
 
     variables = [variable for training in trainings for variable in training.variables]
     # a count of steps is compared, too
     variables += [
         one.value for made in trainings if made.optimizer is not None for one in made.optimizer.variables
     ]
-    ended = train(hvd.elastic.TensorFlowState(variables, batch=0))
-    diary.note("ended", value=ended, size=hvd.size())
+    carry_out(task, folder, hvd, hvd.elastic.TensorFlowState(variables, batch=0), step)
 
 
 if __name__ == "__main__":
