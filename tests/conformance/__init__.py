@@ -2,5 +2,5 @@
 
 import pytest
 
-for _name in ("engine", "promises", "failures", "levels", "pytorch", "keras", "keras_steps", "allreduce"):
+for _name in ("engine", "promises", "failures", "levels", "pytorch", "keras"):
     pytest.register_assert_rewrite(f"conformance.{_name}")

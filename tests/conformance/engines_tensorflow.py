@@ -42,6 +42,7 @@ class TapeTraining:
             if isinstance(compression, str)
             else hvd.SparseCompressor(compression)
         )
+        self.keeper = self.compression
         self._wrap, self._graph = wrap, graph
         self._dtype = tf.as_dtype(dtype).as_numpy_dtype
         self._options = self._given(options)
@@ -162,9 +163,19 @@ class KerasTraining(TapeTraining):
         self.optimizer.load_state_dict(saved[1])
 
 
+def measured(text: str) -> Any:
+    variables = [tf.Variable(tf.ones(shape), name=name) for name, shape in SHAPES.items()]
+
+    def loss() -> Any:
+        return tf.add_n([tf.reduce_sum(variable**2) for variable in variables])
+
+    return hvd.measured_profile(loss, variables, hvd.Compression.parse(text), num_steps=2)
+
+
 def _engine(name: str, train: Any, *has: str, share: float = 1.0, **cases: tuple[str, ...]) -> Engine:
     features = frozenset({"buckets", "models", *has})
-    return Engine(name, train, features, hvd.rank(), hvd.size(), hvd.allgather_object, share, **cases)
+    of_horovod = hvd.rank(), hvd.size(), hvd.allgather_object
+    return Engine(name, train, features, *of_horovod, share, measured=measured, **cases)
 
 
 def _tape(wrap: Any, graph: bool, **more: Any) -> Any:

@@ -8,7 +8,7 @@ import horovod.torch as stock
 import torch
 
 import horovod_sparse.torch as hvd
-from conformance.engine import RATE, SHAPES, Engine
+from conformance.engine import RATE, SHAPES, ZEROS, Engine
 from conformance.pytorch import TorchTraining
 from horovod_sparse.feedback import Recipe
 from support.linear import LinearModel
@@ -68,10 +68,15 @@ class StockTraining(OwnTraining):
         return options
 
 
+def measured(text: str) -> Any:
+    net = LinearModel(SHAPES)
+    return hvd.measured_profile(lambda: net.loss(ZEROS), net.named_parameters(), text)
+
+
 def _engine(name: str, train: Any, *has: str, share: float = 1.0) -> Engine:
     features = {"saved", "adopts", "absent", "members", "types", "device", "scaler", "horovod"}
     of_horovod = stock.rank(), stock.size(), stock.allgather_object
-    return Engine(name, train, frozenset({*features, *has}), *of_horovod, share)
+    return Engine(name, train, frozenset({*features, *has}), *of_horovod, share, measured=measured)
 
 
 #: ours shows nearly all of it as well: both have one synchronizer

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.engine import RATE, SHAPES, Engine, Ledger, Simulated, given, replicas_agree, run, same
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
-from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import parse_recipe, recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.sparsifiers import Traffic
@@ -211,6 +211,38 @@ def test_nothing_is_lost_in_any_order(engine: Engine, what: str) -> None:
     held = training.held()
     assert all(np.any(held[name]) for name in ("first", "second"))
     assert not any(np.any(held.get(name, 0.0)) for name in ("bias", "scalar") if "dense" in text)
+
+
+@pytest.mark.needs("merging")
+def test_all_ranks_take_one_plan_by_measured_times_and_lose_nothing(engine: Engine) -> None:
+    """Law 1 also through changes of the plan by hand, dense to sparse and back, where they can be made."""
+    text = "topk:density=0.05"
+    profile = engine.measured(text)
+    assert set(profile.backward_seconds) == set(SHAPES) and profile.forward_seconds > 0.0
+    arguments = {"merging": "optimal", "tensor_selection": "cost"}
+    training, ledger = engine.train(text, **arguments, profile=profile), Ledger(engine)
+    changes = {
+        1: Plan((("first", "second"),), ("one", "scalar", "bias")),
+        3: Plan((("bias",), ("second", "one")), ("first", "scalar")),
+    }
+    for step in range(5):
+        ledger.enter(given(engine.rank, step))
+        run(training, engine, [step])
+        plan = training.keeper.plan
+        told = engine.everyone([profile.digest(), repr(plan)])
+        assert all(one == told[0] for one in told)
+        # it has taken effect: what is synchronized together is what the plan says
+        assert [tuple(part.names) for part in training.parts] == [*plan.buckets]
+        if step == 0:
+            decision = training.keeper.decision
+            assert decision.plan == plan and decision.predicted_seconds["taken"] > 0.0
+        if step in changes and hasattr(training.keeper, "replan"):
+            training.keeper.replan(changes[step])
+    ledger.balance(training)
+    assert replicas_agree(engine, training)
+    for wrong in (None, dataclasses.replace(profile, backward_seconds={})):
+        with pytest.raises(ArgumentError, match=r"profile=.*hvd\.measured_profile"):
+            engine.train(text, **arguments, profile=wrong).step(given(engine.rank, 0))
 
 
 def test_telemetry_counts_what_was_sent(engine: Engine) -> None:

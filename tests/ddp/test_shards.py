@@ -260,9 +260,6 @@ def test_what_is_documented(mesh, rank):
         torch.nn.functional.cross_entropy(model(torch.randn(8, 20)), torch.randint(5, (8,))).backward()
         given["optimizer"].step()
     assert given["sync"].step == 5
-    other = {**given["sync"].state_dict(), "shard": [1 - rank % 2, 2]}
-    with pytest.raises(StateMismatchError, match="shard"):
-        given["sync"].load_state_dict(other)
     assert same_on_all_replicas(*(parameter.full_tensor() for parameter in model.parameters()))
 
 

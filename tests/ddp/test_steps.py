@@ -126,30 +126,6 @@ def test_every_pass_teaches_how_alike_gradients_are(every, delay, rank):
     assert found == pytest.approx(known, rel=1e-3)
 
 
-def test_muon_at_density_1_takes_the_mean_of_the_ranks_own_steps(rank, size):
-    """From common parameters, by each rank's own momentum; AdamW has the rest."""
-    net, plain = net_of(), net_of()
-    matrices = [one for one in net.parameters() if one.ndim == 2]
-    own = [one for one in plain.parameters() if one.ndim == 2]
-    optimizer, reference = torch.optim.Muon(matrices, lr=0.02), torch.optim.Muon(own, lr=0.02)
-    rest = torch.optim.AdamW([one for one in net.parameters() if one.ndim == 1], lr=1e-2)
-    ddp.attach(net, "topk:density=1.0,feedback=best", optimizer)
-    ddp.attach(net, "best:density=0.5", rest)
-    for batch in batches(rank, 8):
-        plain.load_state_dict(net.state_dict())
-        backward(plain, batch)
-        reference.step()
-        for one in own:
-            dist.all_reduce(one.detach())
-            one.detach().div_(size)
-        backward(net, batch)
-        optimizer.step()
-        for one, other in zip(matrices, own, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        rest.step()
-        assert same_on_all_replicas(*net.parameters())
-
-
 @schedules
 def test_muon_steps_sparsely_and_a_nan_leaves_nothing(every, delay, rank):
     net = net_of()

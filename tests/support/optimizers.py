@@ -54,10 +54,6 @@ def train_step(
     return found
 
 
-def in_bucket_order(gradients: Mapping[str, np.ndarray], names: Any) -> np.ndarray:
-    return np.concatenate([np.asarray(gradients[name]).reshape(-1) for name in names]).astype(np.float32)
-
-
 def residuals_of(optimizer: Any) -> dict[str, torch.Tensor]:
     saved = optimizer.state_dict()["horovod_sparse"]
     return saved["residuals"]

@@ -2,4 +2,3 @@
 
 # ruff: noqa: F403
 from conformance.keras import *
-from conformance.keras_steps import *

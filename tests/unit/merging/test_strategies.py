@@ -1,16 +1,19 @@
 """The two queues of a step by hand, and strategies: of the paper, and the exact one against all plans."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.common.layers import layer_table
+from benchmarks.plans import SortingTime
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.merging import CostModel, ParameterFacts, Workload, fixed, predict
+from horovod_sparse.merging import CostModel, ParameterFacts, Plan, Workload, fixed, predict
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.model import AffineTime, BusyTime, plan_of_segments
 from horovod_sparse.planning.strategies import best_segments, layerwise, omgs, optimal, segment_tables, single
 from horovod_sparse.plans import fixed_elements
-from support.merging_models import all_plans, costs, seconds, workloads
 
 
 def chain(*times: float, elements: int = 100) -> Workload:
@@ -38,6 +41,54 @@ COST = CostModel(AffineTime(), AffineTime(1.0, 0.01))  # t_c = 2 for 100 element
 )
 def test_omgs_by_hand(times, buckets) -> None:
     assert omgs(chain(*times), COST).buckets == buckets
+
+
+KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
+
+
+@st.composite
+def workloads(draw, max_layers: int = 9, kinds: int = 1, dense: bool = False) -> Workload:
+    rows = draw(
+        st.lists(
+            st.tuples(st.integers(1, 5000), st.floats(0.0, 5.0), st.integers(0, kinds - 1), st.booleans()),
+            min_size=1,
+            max_size=max_layers,
+        )
+    )
+    facts, times, stays = [], [], []
+    for number, (elements, seconds, kind, is_dense) in enumerate(rows):
+        dtype, device, group = KINDS[kind]
+        facts.append(ParameterFacts(f"p{number}", elements, dtype, device, group))
+        times.append(seconds)
+        if dense and is_dense:
+            stays.append(f"p{number}")
+    times[0] += 0.125  # something has to take time
+    return Workload(tuple(facts), tuple(times), draw(st.floats(0.0, 1.0)), frozenset(stays))
+
+
+@st.composite
+def costs(draw) -> CostModel:
+    selection = draw(
+        st.one_of(
+            st.builds(AffineTime, st.floats(0.0, 1.0), st.floats(0.0, 1e-3)),
+            st.builds(SortingTime, st.floats(0.0, 1e-4)),
+        )
+    )
+    communication = draw(st.builds(AffineTime, st.floats(0.0, 3.0), st.floats(0.0, 1e-3)))
+    dense = draw(st.builds(AffineTime, st.floats(0.0, 3.0), st.floats(0.0, 1e-3)))
+    return CostModel(selection, communication, dense)
+
+
+def all_plans(workload: Workload) -> Iterator[Plan]:
+    """Every way to merge neighbours: 2^(m - 1) plans."""
+    m = len(workload.sparse)
+    for cuts in range(2 ** (m - 1)):
+        ends = [place for place in range(1, m) if cuts >> (place - 1) & 1]
+        yield plan_of_segments(workload, [*ends, m])
+
+
+def seconds(workload: Workload, plan: Plan, cost: CostModel) -> float:
+    return predict(workload, plan, cost).iteration_seconds
 
 
 @settings(deadline=None, max_examples=40)

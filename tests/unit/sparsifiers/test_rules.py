@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Stairs
-from horovod_sparse.thresholds import ThresholdScaling, ThresholdState
+from horovod_sparse.thresholds import RULES, ThresholdState
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
@@ -98,21 +98,24 @@ def test_every_set_is_as_likely(k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "factor"),
+    ("rule", "count", "factor"),
     [
         # Algorithm 5, beta = 1.1, gamma = 0.005, k = 1000: exam = k' / k
-        (5000, 1.005),  # exam > 1.1
-        (1101, 1.005),
-        (1100, 1.00125),  # 1.1 is not > 1.1, but > 1 / 1.1 = 0.90909...
-        (1000, 1.00125),  # inside the band the threshold only ever grows
-        (910, 1.00125),
-        (909, 0.995),  # 0.909 is not > 0.90909...
-        (0, 0.995),
+        ("paper", 5000, 1.005),  # exam > 1.1
+        ("paper", 1101, 1.005),
+        ("paper", 1100, 1.00125),  # 1.1 is not > 1.1, but > 1 / 1.1 = 0.90909...
+        ("paper", 1000, 1.00125),  # inside the band the threshold only ever grows
+        ("paper", 910, 1.00125),
+        ("paper", 909, 0.995),  # 0.909 is not > 0.90909...
+        ("paper", 0, 0.995),
+        ("sketch", 250, 2.0),  # c: the root of k / count, from 1 / 16 to 16
+        ("sketch", 1, 16.0),
+        ("sketch", 1_000_000, 1 / 16),
     ],
 )
-def test_the_papers_scaling_of_thresholds_by_hand(count: int, factor: float) -> None:
-    state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
-    assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
+def test_rules_of_thresholds_by_hand(rule: str, count: int, factor: float) -> None:
+    state = RULES[rule].steer(count, 1000, ThresholdState(threshold=2.0))
+    assert state.threshold * state.correction == pytest.approx(2.0 * factor, rel=1e-12)
 
 
 class Sampled(HostAccumulator):

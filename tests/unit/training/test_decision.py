@@ -7,7 +7,7 @@ import re
 import pytest
 
 from horovod_sparse import errors
-from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
+from horovod_sparse.merging import ParameterFacts, Plan, Profile, fixed, min_elements
 from horovod_sparse.planning import FirstPlan, described_request, first_plan, plan_request
 from horovod_sparse.planning.model import Fit
 from horovod_sparse.plans import DENSE_BELOW
@@ -16,7 +16,14 @@ from horovod_sparse.sparsifiers.exdyna import ExDyna
 from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.training.agreement import compare
-from support.merging_models import profile_of_two
+
+
+def profile_of_two(selection: dict[str, Fit], backward: dict[str, float], forward: float) -> Profile:
+    """Of two ranks, both of whose collectives take 1 ms and 10 ns a byte."""
+    collectives = dict.fromkeys(("allgather", "allreduce"), Fit(1e-3, 1e-8))
+    made = Profile(2, "torch", "gloo", 0.001, collectives, selection)
+    return dataclasses.replace(made, backward_seconds=backward, forward_seconds=forward)
+
 
 FACTS = [ParameterFacts(name, size) for name, size in (("a", 4000), ("b", 10), ("c", 300_000), ("d", 20_000))]
 TIMES = {"a": 2e-3, "b": 1e-3, "c": 5e-3, "d": 4e-3}

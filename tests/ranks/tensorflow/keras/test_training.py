@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import UnsupportedError
-from support.keras_models import BATCH_SIZE, fit, flat, keras, make_model, share
+from support.keras_models import BATCH_SIZE, fit, flat, keras, loss_of, make_model, share, trained_densely
 
 SPARSE = "topk:density=0.1"
 
@@ -40,7 +40,7 @@ def test_momentum_correction_is_that_of_horovod(rank, size):
     fit(model, optimizer, rank, size, epochs=3, callbacks=[callback])
 
     images, labels = share(rank, size)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = loss_of()
     velocity = [np.zeros(variable.shape, np.float32) for variable in by_hand.trainable_weights]
     before = rates[0]
     for rate in rates:
@@ -109,3 +109,18 @@ def test_a_layer_is_frozen_and_thawed_with_the_same_optimizer(rank, size, everyw
     assert moved == [True, False, True]
     weights = everywhere(flat(model))
     assert (weights == weights[0]).all()
+
+
+def test_fit_takes_a_plan_by_measured_times(rank, size, everywhere):
+    model, compression = make_model(), hvd.Compression.topk(density=1.0)
+    images, labels = share(rank, size)
+    made = hvd.measured_profile(
+        lambda: loss_of()(labels, model(images)), model.trainable_variables, compression
+    )
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=compression, merging="optimal", profile=made)
+    fit(model, optimizer, rank, size)
+    expected = flat(trained_densely(keras.optimizers.SGD(0.1, momentum=0.9), rank, size))
+    np.testing.assert_allclose(flat(model), expected, rtol=1e-4, atol=1e-6)
+    assert optimizer.plan == optimizer.decision.plan is not None
+    assert (everywhere(flat(model)) == flat(model)).all()

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
-from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
-from support.optimizers import gradients_of, in_bucket_order, make, train_step, wrapped
+from support.optimizers import gradients_of, make, train_step, wrapped
 from support.passes import flat
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
@@ -50,27 +48,6 @@ def test_closures_and_hooks_see_synchronized_gradients(front, rank):
     assert same_on_all_ranks(results[0])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-def test_parameter_groups_have_buckets_of_their_own(rank, size):
-    groups = [("first", "bias"), ("second", "scalar")]
-    text = "topk:density=0.1"
-    model = LinearModel(SHAPES)
-    base = torch.optim.SGD([{"params": [getattr(model, n) for n in names]} for names in groups], lr=0.5)
-    optimizer = hvd.DistributedOptimizer(
-        base, named_parameters=model.named_parameters(), compression=text, op=stock.Sum
-    )
-    assert optimizer.plan.buckets == (("second", "scalar"), ("bias", "first"))
-    clusters = {
-        names: SimulatedCluster(parse_recipe(text), sum(getattr(model, n).numel() for n in names), size)
-        for names in optimizer.plan.buckets
-    }
-    for step in range(3):
-        found = train_step(model, optimizer, gradients(rank, step))
-        for names in optimizer.plan.buckets:
-            inputs = [in_bucket_order(gradients(r, step), names) for r in range(size)]
-            expected = clusters[names].step(inputs)
-            np.testing.assert_array_equal(np.concatenate([found[n].reshape(-1) for n in names]), expected)
 
 
 def test_zero_grad_and_replan_in_the_middle_of_a_step_are_refused(rank):

@@ -1,5 +1,9 @@
-"""Entries of checkpoints, changed in one place: a named error and nothing changed, or the same state."""
+"""What others wrote, changed in a few places: an error by name, or something sound.
 
+Messages, whose damage has a form, have tests of their own.
+"""
+
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.errors import HorovodSparseError, StateMismatchError
 from horovod_sparse.feedback import recipe
+from horovod_sparse.planning.profile import Profile
+from horovod_sparse.training.compression import recipe_of
+from horovod_sparse.training.encoding import from_bytes, to_bytes
 from horovod_sparse.training.state import check_entry, check_shapes, load_entry, saved_entry
+from unit.training.test_calibration import PROFILE
 from unit.training.test_checkpoint import same
 from unit.training.test_engine import ONE, SHAPES, ArrayEngine, trained
 
@@ -105,3 +113,41 @@ def test_a_number_that_no_training_can_go_on_with_is_refused(forged: dict[str, i
     (entry["buckets"][0] if "since" in forged else entry).update(forged)
     with pytest.raises(StateMismatchError):
         check_entry(entry, RECIPES["exdyna"], "{}")
+
+
+PIECES = ["(", "[" * 3000, "{", "1e999", "NaN", "null", '"', "\\", ",", "-", "=", "0" * 5000, "\xff"]
+TEXTS = ["exdyna:density=0.001", "topk:density=0.1,feedback=momentum(momentum=0.9,clip_norm=1.0)"]
+TEXTS += ["randomk:density=0.3,schedule=exponential(steps=8,start=0.5)", "none"]
+FILE = to_bytes({"format": 2, "step": 3, "plan": {"buckets": [["w"]]}, "leans": [0.0]}).decode("latin-1")
+
+
+@st.composite
+def changed(draw: st.DrawFn, *texts: str) -> str:
+    """One of these texts, with characters cut, doubled or replaced in up to four places."""
+    text = draw(st.sampled_from(texts))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        stop = start + draw(st.integers(0, 40))
+        put = draw(st.sampled_from([*PIECES, text[start:stop] * 2]) | st.characters(max_codepoint=255))
+        text = text[:start] + put + text[stop:]
+    return text
+
+
+def read_profile(text: str) -> None:
+    found = Profile.from_json(text)
+    assert Profile.from_json(found.to_json()).digest() == found.digest()
+
+
+@pytest.mark.parametrize(
+    ("read", "texts"),
+    [
+        (recipe_of, TEXTS),
+        (read_profile, [PROFILE.to_json()]),
+        (lambda text: from_bytes(text.encode("latin-1")), [FILE]),
+    ],
+    ids=["recipe", "profile", "checkpoint"],
+)
+@given(data=st.data())
+def test_damaged_text_is_an_error_by_name_or_something_sound(read: Any, texts: list[str], data: Any) -> None:
+    with contextlib.suppress(HorovodSparseError):
+        read(data.draw(changed(*texts)))
