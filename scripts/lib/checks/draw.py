@@ -16,19 +16,22 @@ NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Yields every node of these kinds in the package, with its module's path."""
+    """Yields every node of these kinds in the package, with its module's path; methods get an `owner`."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
+            members: list[Any] = node.body if isinstance(node, ast.ClassDef) else []
+            for member in members:
+                member.owner = f"{node.name}."
             if isinstance(node, kinds):
                 yield str(path.relative_to(PACKAGE)), node
 
 
 def signature(node: Any) -> str:
-    """Returns a class' name, or a function's name, arguments and result type."""
+    """Returns a class' name, or a function's name, after its class', with arguments and result type."""
     if isinstance(node, ast.ClassDef):
         return f"class {node.name}"
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"{node.name}({ast.unparse(node.args)}){result}"
+    return f"{getattr(node, 'owner', '')}{node.name}({ast.unparse(node.args)}){result}"
 
 
 def docstrings() -> list[str]:
