@@ -20,7 +20,7 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class FoldReport:
-    """The result of a fold: where gradients were NaN or Inf, and sums of squares before and after.
+    """A fold's result: NaN or Inf in gradients, squared norms of the residual before and accumulator after.
 
     Attributes:
         num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual

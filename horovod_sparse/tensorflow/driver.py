@@ -55,7 +55,7 @@ class Driver:
     def _build_rounds(
         self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]]
     ) -> list[tf.Tensor]:
-        """Builds the rounds of tasks as Horovod's operations, with one host function between two rounds."""
+        """Builds rounds as Horovod's operations between host functions; returns tensors ready at the end."""
         kinds, sizes = tasks[0].kinds, [len(tensors) for tensors in gradients]
         inputs = [tensor for tensors in gradients for tensor in tensors]
 

@@ -279,7 +279,7 @@ class DriftChecks:
         return None if alone or not check.every else check
 
     def compare_next(self) -> None:
-        """Schedules the next comparisons; called after ranks have agreed on a step."""
+        """Makes ranks compare their variables after the next step; called after each agreement."""
         for check in self._checks.values():
             check.compare_next(self._training.step)
 

@@ -32,7 +32,7 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def deadline_of(given: float | None = None) -> float:
-    """Returns the deadline in seconds, by the argument or the environment; inf without one."""
+    """Returns the deadline in seconds: the argument, else the environment's, else 300; inf if it is 0."""
     value: Any = given
     name = "deadline_seconds"
     if value is None:

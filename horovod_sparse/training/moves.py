@@ -78,7 +78,7 @@ class OwnMoves:
         return self.in_flight[0].task
 
     def select(self, report: BucketStep) -> None:
-        """Selects from the residual, and subtracts the selection from this rank's parameters (a move)."""
+        """Subtracts a selection of the residual from the parameters (a move); called after a finite fold."""
         bucket, sparsifier = self._bucket, self._bucket.recipe.sparsifier
         n, step = bucket.info.num_elements, bucket.state.step
         facts: Mapping[str, float] = {}

@@ -172,7 +172,7 @@ class BucketPart:
         self.bucket.abandon(drop=drop)
 
     def shaped(self, number: int, values: np.ndarray) -> Any:
-        """Returns a copy of one parameter's elements in its own shape, as checkpoints contain them."""
+        """Returns a copy of `values`, the elements of parameter `number`, in its shape, as in checkpoints."""
         return np.array(values).reshape(self.shapes[number])
 
     def flat(self, number: int, values: Any) -> np.ndarray:
