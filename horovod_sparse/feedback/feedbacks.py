@@ -220,7 +220,7 @@ class Rule(Feedback):
     densities: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def with_group_settings(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
-        """Returns the rule with those settings of PyTorch's optimizer that do not change between passes."""
+        """Returns the rule with momentum and nesterov of PyTorch's groups if it is SGD's, else unchanged."""
         return self
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:

@@ -140,7 +140,7 @@ class VariablesTraining(Training):
         return self._names.get(variable.ref())
 
     def checked_parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
-        """Returns the parts of variables `names`; raises if these have `slices` (sparse gradients), too."""
+        """Returns the parts that contain variables `names`; raises if one contains any of `slices`, too."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if sparse := sorted(set(part.names).intersection(slices)):

@@ -161,7 +161,7 @@ def replicated_arrays(
 
 
 def _nested_entries(words: str, values: Mapping[str, Any]) -> Iterator[Replicated]:
-    """Yields entries for the numbers and tensors of an optimizer's state or parameter group."""
+    """Yields entries for the numbers and tensors in `values`; a key's entry is named `words.format(key)`."""
     for key in sorted(values, key=str):
         yield from _entries(words.format(key), values[key])
 

@@ -255,7 +255,7 @@ class StepBucket(ParameterBucket, StepPart):
 
 
 class Displacement(JointMoves):
-    """A bucket's common parameters and its displacement from them, by local steps.
+    """A bucket's common parameters, and its displacement by local steps: ``start - parameters``.
 
     Half types are kept in float32: a round often moves a parameter by less than their rounding.
 

@@ -107,7 +107,7 @@ def has_checkpoint(directory: str | os.PathLike[str]) -> Synchronization[bool]:
 
 
 def _was_saved_by_others(root: Path, owner: Any, world_rank: int) -> bool:
-    """True if ranks without this one saved the newest checkpoint; raises if another optimizer did."""
+    """True if ranks without this one saved last; raises if another optimizer of this process uses `root`."""
     if _owners.get(root, owner) is not owner:
         gc.collect()  # a reference cycle may keep an unused optimizer
     if _owners.get(root, owner) is not owner:

@@ -246,7 +246,7 @@ class ConstructionErrors:
             self._told = None
 
     def watcher(self, process_set: Any) -> Callable[[], None]:
-        """Returns a function that raises other ranks' published errors; call it repeatedly while waiting."""
+        """Withdraws this rank's error; returns a function that raises other ranks': call it while waiting."""
         self.withdraw_error()
         found = self._ranks(process_set)
         next_look = time.monotonic() + _PATIENCE_SECONDS

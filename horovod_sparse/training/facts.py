@@ -58,7 +58,7 @@ def present_bits(parts: Sequence[Any]) -> int:
 def read_facts(
     parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, projections: Any
 ) -> tuple[list[dict[float, list[int]]], bool]:
-    """Returns weight decay {factor: parameter numbers} by part, and if all ranks finish; raises on NaN."""
+    """Updates similarities; returns {decay: parameter numbers} by part, and if all finish; raises on NaN."""
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)

@@ -334,7 +334,7 @@ class StepPart(BucketPart):
         return self.report
 
     def prepare_fold(self) -> Any:
-        """Returns the gradients in a form that the accumulator can fold."""
+        """Returns the weighted sum of gradients and parameters (coupled weight decay) for `Bucket.fold`."""
         return self.parameters.fold_input(self.gradients, self.now.weights)
 
     def add_moves_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
