@@ -1,6 +1,7 @@
 """What a job on real ranks does when something happens to one of them: within a stated time, in words."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -143,3 +144,14 @@ def test_a_short_soak(tmp_path):
     soak = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "checks" / "soak.py"
     ended = ran(sys.executable, soak, "--steps", "300", "--ranks", "2", "--kills", "1")
     assert "1 kills" in ended.stdout and "missing 0, different 0" in ended.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["ddp", "horovod"])
+def test_each_disagreement_of_two_ranks_is_named_on_every_rank_that_can_know(kind):
+    """No case hangs, is silent, or ends in an error that names nothing."""
+    pairs = Path(__file__).parents[1] / "support" / "pairs.py"
+    cases = [json.loads(line) for line in ran(sys.executable, pairs, kind, timeout=7200).stdout.splitlines()]
+    assert cases
+    wrong = [case for case in cases if case["verdict"] in ("hung", "silent", "bare")]
+    assert not wrong, "\n".join(f"{one['name']}: {one['verdict']}, {one['ends']}" for one in wrong)
