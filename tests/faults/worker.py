@@ -94,7 +94,7 @@ def interrupted(folder: Path) -> None:
 
 def in_the_sum(training: Training, act) -> None:
     if training.rank == hvd.size() - 1:
-        training.optimizer._synchronizer.parts[0].bucket._foldable = lambda *_arguments: act()
+        training.optimizer._synchronizer.parts[0].bucket._pad = lambda *_arguments: act()
 
 
 def survived(folder: Path) -> None:
