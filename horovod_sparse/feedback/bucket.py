@@ -126,7 +126,7 @@ class Bucket:
         self.accumulator.assign_arrays(arrays)
 
     def load_host_sum(self, arrays: Sequence[np.ndarray]) -> Synchronization[None]:
-        """With two levels, sums arrays [n] over this host's ranks and loads the sum; else does nothing."""
+        """Loads the sum of arrays [n] over this host's ranks, with two levels; else does nothing."""
         yield from ()
 
     def step(

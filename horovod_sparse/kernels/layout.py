@@ -1,4 +1,4 @@
-"""How an accumulator is divided into blocks, and the integers that hold its magnitudes."""
+"""Layout of an accumulator: its division into blocks, and the integers that hold its magnitudes."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
 
 
 class BusyTime(NamedTuple):
-    """From when to when computation or the network is busy with one thing, in seconds since the step began.
+    """Begin and end of one piece of work of computation or network, in seconds since the step began.
 
     `kind` is "forward", "backward", "selection" (of a bucket) or "packing" (of a parameter that stays dense)
     in computation, and "sparse" or "dense" in communication.

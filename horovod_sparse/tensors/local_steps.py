@@ -27,7 +27,7 @@ from horovod_sparse.tensors.moves import LocalBucket
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import listed
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.facts import mean_of_finite
+from horovod_sparse.training.facts import check_same_exchange, mean_of_finite
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Steps
@@ -231,7 +231,7 @@ class LocalBinding(Steps):
 
     def _read_rank_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
         numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
-        self.check_same_exchange(numbers)
+        check_same_exchange(numbers)
         if len(set(replaced)) > 1:
             ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
             raise StateMismatchError(

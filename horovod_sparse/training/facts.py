@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError
 
 
 class Averaged(Protocol):
@@ -29,6 +29,16 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
     sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
     total = np.asarray((yield AllReduce(sent)))
     return total[:-1] / total[-1] if total[-1] else own
+
+
+def check_same_exchange(numbers: Sequence[int]) -> None:
+    """Raises if ranks are not at the same exchange; `numbers` is the exchange's number on each rank."""
+    if len(set(numbers)) > 1:
+        told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
+        raise StateMismatchError(
+            f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
+            "often, and end its training with finish()"
+        )
 
 
 @dataclass
@@ -55,10 +65,10 @@ def present_bits(parts: Sequence[Any]) -> int:
     return sum(1 << number for number, is_here in enumerate(here) if is_here)
 
 
-def read_facts(
-    parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, projections: Any
-) -> tuple[list[dict[float, list[int]]], bool]:
-    """Updates similarities; returns {decay: parameter numbers} by part, and if all finish; raises on NaN."""
+def read_facts(parts: Sequence[Any], sent: Sequence[Any]) -> tuple[list[dict[float, list[int]]], bool]:
+    """Updates similarities by what is sent; returns {decay: parameter numbers} by part, and if all finish."""
+    numbers, marks, finishing, present, shrink, projections = zip(*sent, strict=True)
+    check_same_exchange(numbers)
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)

@@ -138,18 +138,7 @@ class Steps(Training):
 
     def _read_rank_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
         """Returns weight decay by part, and if all ranks finish; raises if ranks are at other exchanges."""
-        numbers, *of_ranks = zip(*facts.task.value(), strict=True)
-        self.check_same_exchange(numbers)
-        return read_facts(self.parts, *of_ranks)
-
-    def check_same_exchange(self, numbers: Sequence[int]) -> None:
-        """Raises if ranks are not at the same exchange; `numbers` is the exchange's number on each rank."""
-        if len(set(numbers)) > 1:
-            told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
-            raise errors.StateMismatchError(
-                f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
-                "often, and end its training with finish()"
-            )
+        return read_facts(self.parts, facts.task.value())
 
     def _average_buffers(self, facts: RankFacts) -> None:
         if facts.averaged is not None and self._averaged is not None:
