@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.jobs import ran
+from support.jobs import HOROVODRUN, ran
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KERAS = pytest.param("tensorflow2_keras_mnist", marks=[pytest.mark.tensorflow, pytest.mark.nightly])
@@ -20,10 +20,10 @@ WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50", "demo")
 def launched(
     example: str, file: Path, *arguments: str, selection: str = "all", size: int = 2
 ) -> dict[str, Any]:
-    launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
+    launcher = [*HOROVODRUN, "--disable-cache", "-np", "2", sys.executable]
     if example in WITHOUT_HOROVOD:
-        launcher = ["torchrun", "--standalone", "--nproc-per-node", str(size)]
-    launcher[0] = str(Path(sys.executable).with_name(launcher[0]))
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        launcher = [torchrun, "--standalone", "--nproc-per-node", str(size)]
     # these models are small, and would stay dense
     more = {"HOROVOD_SPARSE_TENSOR_SELECTION": selection}
     ran(*launcher, EXAMPLES / f"{example}.py", *arguments, "--json", file, **more)
@@ -36,8 +36,6 @@ def launched(
 )
 @pytest.mark.parametrize("example", ["pytorch_mnist", "ddp_digits", KERAS])
 def test_an_example_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
-    if example.startswith("tensorflow"):
-        pytest.importorskip("tensorflow")
     own = example == "tensorflow2_keras_mnist" and compression != "none"  # its default learns as well
     given = [] if own else ["--compression", compression]
     run = launched(example, tmp_path / "run.json", *given, "--epochs", "1")
@@ -52,7 +50,6 @@ def test_an_example_learns_and_tells_its_bytes(example: str, compression: str, t
 @pytest.mark.tensorflow
 @pytest.mark.nightly
 def test_the_keras_example_ends_within_a_point_of_dense(tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
     sparse, dense = (
         launched("tensorflow2_keras_mnist", tmp_path / "run.json", *given)["accuracy"]
         for given in ((), ("--compression", "none"))

@@ -49,9 +49,9 @@ def test_means_follow_the_steps_and_can_start_anew():
     telemetry.reset()
     assert telemetry.mean is None
     assert telemetry.last.num_selected == 60
-    telemetry.record(3, telemetry.last.buckets, 0.3)
-    assert telemetry.mean.num_selected == 60
-    assert telemetry.mean.wait_seconds == pytest.approx(0.3)
+    for seconds in (0.3, 0.5):
+        telemetry.record(3, telemetry.last.buckets, seconds)
+    assert (telemetry.mean.num_selected, telemetry.mean.wait_seconds) == (60, pytest.approx(0.4))
 
 
 def test_a_first_step_alone_an_unknown_norm_and_nothing_at_all():
