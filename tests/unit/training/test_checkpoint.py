@@ -90,7 +90,7 @@ def same(left: Any, right: Any) -> bool:
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and left == right
 
