@@ -8,6 +8,7 @@ order of their start, and each rank starts buckets and their rounds in an order 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import importlib
 import time
@@ -26,8 +27,8 @@ from horovod_sparse.training.engine import Handle, Task, answer_for_one_rank
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
 
 _SLEEP_SECONDS = 20e-6
-#: bytes up to which a sum is made of all ranks' messages, in one latency, and from which it is sent alone
-_TINY, _SMALL = 2**16, 2**22
+#: bytes times ranks up to which each rank sends to all, in one latency; bytes from which a sum goes alone
+_TINY, _SMALL = 2**18, 2**22
 #: errors that all ranks raise after the same messages, so that later ones still match
 _OF_STEPS = errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError
 COLLECTIVE_ERRORS = *_OF_STEPS, errors.CheckpointError
@@ -75,14 +76,15 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
     return words.view(expected.dtype)
 
 
-def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchronization[None]:
+def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]], size: int) -> Synchronization[None]:
     """Runs tasks round by round: all-gathers and tiny sums of a round share a message, and so do small sums.
 
     An error of `COLLECTIVE_ERRORS` stays in its task. Any other ends all: this rank's messages would no
     longer be those that others expect.
     """
     answers: dict[int, Any] = dict.fromkeys(range(len(batch)))
-    coroutines = [collectives.translate_requests(one, _gather_tiny_sum) for _, one in batch]
+    gather = functools.partial(_gather_tiny_sum, size=size)
+    coroutines = [collectives.translate_requests(one, gather) for _, one in batch]
     while answers:
         requests: dict[int, Request] = {}
         for number in sorted(answers):  # messages have tasks in this order
@@ -103,10 +105,10 @@ def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchron
             answers[number] = yield requests[number]
 
 
-def _gather_tiny_sum(request: Request) -> Synchronization[Any]:
+def _gather_tiny_sum(request: Request, size: int) -> Synchronization[Any]:
     """Answers an all-reduce of few numbers by an all-gather; any other request by itself."""
     own = request.buffer if isinstance(request, collectives.AllReduce) and request.level == "all" else None
-    if not isinstance(own, np.ndarray) or not 0 < own.nbytes <= _TINY or own.nbytes % 4:
+    if not isinstance(own, np.ndarray) or not 0 < own.nbytes * size <= _TINY or own.nbytes % 4:
         return (yield request)
     everyone = yield AllGather(np.ascontiguousarray(own).view(np.int32))
     with np.errstate(all="ignore"):  # a gradient may overflow on each rank

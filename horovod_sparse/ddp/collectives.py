@@ -190,7 +190,8 @@ class Carrier:
             else:
                 messages[rank] = torch.empty(length, dtype=torch.int32)
                 messages[rank][:room] = head[_HEADER:]
-                following.append((rank, self._host.recv([messages[rank][room:]], rank, tag + 1)))
+                with self._naming_lost_rank(f"rank {rank}"):
+                    following.append((rank, self._host.recv([messages[rank][room:]], rank, tag + 1)))
         for rank, work in [*following, *((rank, work) for rank, _, work in sent)]:
             with self._naming_lost_rank(f"rank {rank}"):
                 work.wait()

@@ -232,7 +232,7 @@ def _end_threads(shared: _ThreadState, threads: Sequence[threading.Thread]) -> N
 def _run_batch(lane: Carrier, batch: _Batch) -> _Running:
     """Runs tasks side by side in a lane; yields for each collective a function that waits for it."""
     lane.name, answer = batch[0][0].name, None
-    coroutine = translate_requests(side_by_side(batch), lane.in_messages)
+    coroutine = translate_requests(side_by_side(batch, lane.size), lane.in_messages)
     with contextlib.suppress(StopIteration):
         while True:
             answer = yield lane.begin(coroutine.send(answer))

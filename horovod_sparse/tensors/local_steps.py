@@ -143,7 +143,7 @@ class LocalBinding(Steps):
         if not self._in_flight and self.taken < self.schedule.every:
             return
         began, self._flying = time.perf_counter(), self._flying + 1
-        self._advance()
+        self._raise_if_lost()
         if self._flying >= self.schedule.delay:
             self._apply_exchanges(0)
         if self.taken >= self.schedule.every:
@@ -229,8 +229,8 @@ class LocalBinding(Steps):
         facts.task = self.starter.start(f"{name}.facts", gather_values(told))
         self._num_begun, self._replaced = self._num_begun + 1, False
 
-    def _read_rank_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
-        numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
+    def _read_rank_facts(self, facts: Any) -> list[dict[float, list[int]]]:
+        numbers, _, replaced, sizes = zip(*facts.task.value(), strict=True)
         check_same_exchange(numbers)
         if len(set(replaced)) > 1:
             ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
@@ -241,17 +241,16 @@ class LocalBinding(Steps):
         if len(set(sizes)) > 1:
             told = agreement.values_by_rank("have {} elements", sizes)
             raise StateMismatchError(f"the model's buffers differ: {told}. Make them the same on all ranks")
-        return [{}] * len(self.parts), all(finishing)
+        return [{}] * len(self.parts)
 
     def _average_buffers(self, facts: Any) -> None:
         if (own := self._buffers.read()).size:
             self._buffers.move(own, self._carry_out(mean_of_finite(own)))
 
-    def _apply_exchanges(self, most_in_flight: int) -> bool:
-        all_finishing = super()._apply_exchanges(0)  # one is in flight at most, and `delay` counts steps
+    def _apply_exchanges(self, most_in_flight: int) -> None:
+        super()._apply_exchanges(0)  # one is in flight at most, and `delay` counts steps
         if self.step >= self.drift.next_step:
             self._carry_out(self.drift.compare(self.step, self.replicated_arrays()))
-        return all_finishing
 
     @torch.no_grad()
     def _cancel_exchange(self, failures: Sequence[BaseException]) -> None:

@@ -40,7 +40,7 @@ from horovod_sparse.training.collective_errors import listed
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, requested_transport
 
 #: raise it with every change of messages: ranks with different protocol numbers refuse each other
-PROTOCOL = 6
+PROTOCOL = 7
 #: number of differences that an error lists
 _SHOWN = 8
 _TRAINED = "trained parameter"

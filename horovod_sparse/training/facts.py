@@ -57,6 +57,11 @@ class RankFacts:
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None
 
+    @property
+    def all_finish(self) -> bool:
+        """True if every rank has sent this exchange from `finish()`; read once it has arrived."""
+        return self.task is not None and self.task.error is None and all(one[1] for one in self.task.result)
+
 
 def present_bits(parts: Sequence[Any]) -> int:
     """Returns an integer in which bit i is 1 if parameter i has a gradient."""
@@ -65,9 +70,9 @@ def present_bits(parts: Sequence[Any]) -> int:
     return sum(1 << number for number, is_here in enumerate(here) if is_here)
 
 
-def read_facts(parts: Sequence[Any], sent: Sequence[Any]) -> tuple[list[dict[float, list[int]]], bool]:
-    """Updates similarities by what is sent; returns {decay: parameter numbers} by part, and if all finish."""
-    numbers, marks, finishing, present, shrink, projections = zip(*sent, strict=True)
+def read_facts(parts: Sequence[Any], sent: Sequence[Any]) -> list[dict[float, list[int]]]:
+    """Updates similarities by all ranks' facts; returns {decay: parameter numbers} by part."""
+    numbers, _, marks, present, shrink, projections = zip(*sent, strict=True)
     check_same_exchange(numbers)
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
@@ -82,4 +87,4 @@ def read_facts(parts: Sequence[Any], sent: Sequence[Any]) -> tuple[list[dict[flo
         here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
         shrunk.append({factor: here} if factor != 1.0 and here else {})
         first += len(part.names)
-    return shrunk, all(finishing)
+    return shrunk

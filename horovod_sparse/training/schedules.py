@@ -28,7 +28,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_count("every", self.every, "a number of steps, 1 or more")
-        check_count("delay", self.delay, "a number of exchanges, 0 or more", low=0)
+        allowed = "a number of exchanges, 0 to 64"
+        check_count("delay", self.delay, allowed, low=0)
+        if self.delay > 64:  # each exchange in flight has memory of its own on every rank
+            raise ArgumentError("delay", self.delay, allowed)
 
     @property
     def moves_at_once(self) -> bool:

@@ -102,6 +102,7 @@ class Steps(Training):
                 raise errors.ArgumentError("lr", part.now.rate, f"a number that {dtype.name} can hold")
         self.agree()
         if self.schedule.moves_at_once:
+            self._raise_if_lost()
             if any(part.moves.was_edited() for part in self.parts):
                 raise errors.UnsupportedError(
                     "parameters were changed between two steps while they contain moves of this rank "
@@ -128,7 +129,7 @@ class Steps(Training):
         """Starts the collectives that share `RankFacts` and average the model's buffers in an exchange."""
         # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
         number = self.step + len(self._in_flight)
-        told = number, facts.bad, facts.finishing, hex(facts.present), facts.shrink, facts.projections
+        told = number, facts.finishing, facts.bad, hex(facts.present), facts.shrink, facts.projections
         facts.task = self.starter.start(f"{name}.facts", gather_values(told))
         if self._averaged is not None:
             own = self._averaged.read() if facts.averaged is None else facts.averaged[0]
@@ -136,14 +137,13 @@ class Steps(Training):
                 facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
-    def _read_rank_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
-        """Returns weight decay by part, and if all ranks finish; raises if ranks are at other exchanges."""
+    def _read_rank_facts(self, facts: RankFacts) -> list[dict[float, list[int]]]:
+        """Returns weight decay by part; raises if ranks are at other exchanges."""
         return read_facts(self.parts, facts.task.value())
 
     def _average_buffers(self, facts: RankFacts) -> None:
         if facts.averaged is not None and self._averaged is not None:
-            sent, task = facts.averaged
-            self._averaged.move(sent, task.value())
+            self._averaged.move(facts.averaged[0], facts.averaged[1].value())
 
     def _move_at_once(self, overflowed: bool) -> None:
         """Folds, selects and applies this rank's own step; begins or applies exchanges that are due."""
@@ -212,36 +212,42 @@ class Steps(Training):
             for part in self.parts:
                 part.moves.undo_step_ahead()
 
-    def _apply_exchanges(self, most_in_flight: int) -> bool:
-        """Applies exchanges until at most so many are in flight; returns True if all ranks are finishing."""
-        all_finishing = False
+    def _wait(self, tasks: Sequence[Any]) -> None:
+        """Waits for tasks; an error of the collectives, or an interrupt, rolls back exchanges in flight."""
+        try:
+            self.starter.wait(tasks)
+        except BaseException:
+            self.roll_back()
+            raise
+
+    def _raise_if_lost(self) -> None:
+        """Raises the error of any exchange in flight, for example if a rank was lost since the last pass."""
+        self._wait([facts.task for facts in self._in_flight if facts.task.done])
+
+    def _apply_exchanges(self, most_in_flight: int) -> None:
+        """Applies exchanges, the oldest first, until at most `most_in_flight` are in flight."""
         while len(self._in_flight) > most_in_flight:
             idle = self.starter.idle_seconds
             facts, scale = self._in_flight[0], 1.0 / self.size
             failures, totals, shrunk = list[BaseException](), [], list[dict[float, list[int]]]()
+            self._wait([facts.task, *(facts.averaged or ())[1:], *(part.moves.task for part in self.parts)])
             try:
-                averaged = [] if facts.averaged is None else [facts.averaged[1]]
-                self.starter.wait([facts.task, *averaged, *(part.moves.task for part in self.parts)])
-            except BaseException:
-                self.roll_back()
-                raise
-            try:
-                shrunk, all_finishing = self._read_rank_facts(facts)
+                shrunk = self._read_rank_facts(facts)
             except errors.HorovodSparseError as error:
                 failures.append(error)
-            if all_finishing and not self.schedule.moves_at_once:  # no rank had gradients
+            if facts.all_finish and not failures and not self.schedule.moves_at_once:  # nobody had gradients
                 self._in_flight.popleft()
                 for part in self.parts:
                     part.moves.roll_back()
                 self._average_buffers(facts)
-                return True
+                return
             for part in self.parts if not failures else ():
                 try:
                     totals.append(part.moves.received_sum(scale))
                 except errors.HorovodSparseError as error:
                     failures.append(error)
             if failures := self.failures_of_all_shards(failures):
-                all_finishing, failure = False, worst(failures)  # a rank that failed alone has not read it
+                failure = worst(failures)
                 if not isinstance(failure, errors.NonFiniteGradientError):
                     self.roll_back()
                     raise failure
@@ -261,10 +267,9 @@ class Steps(Training):
             self._average_buffers(facts)
             self.step += 1
             self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle)
-            for part, total in zip(self.parts, totals, strict=True) if all_finishing else ():
+            for part, total in zip(self.parts, totals, strict=True) if facts.all_finish else ():
                 for _ in range(part.bucket.state.step, int(max(total.notes.steps, default=0))):
                     part.bucket.skip()  # a rank that has had fewer batches goes on with the others
-        return all_finishing
 
     def _cancel_exchange(self, failures: Sequence[BaseException]) -> None:
         """Cancels the oldest exchange on all ranks, which takes its moves back into the residuals."""
@@ -369,17 +374,17 @@ class Steps(Training):
         self.agree()
         for part in self.parts:
             part.moves.undo_step_ahead()
-        all_finish = False
-        while not all_finish:
+        newest = RankFacts()
+        while not newest.all_finish:
             self._begin_exchange(finishing=True)
+            newest, is_late = self._in_flight[-1], len(self._in_flight) > 1
+            self._wait([newest.task])
             # as many stay in flight as in a pass: ranks in either compare models after the same exchange
-            all_finish = self._apply_exchanges(self.schedule.delay)
+            self._apply_exchanges(0 if newest.all_finish else self.schedule.delay)
             self._check_drift_when_due()
-        if self._in_flight:
-            self._apply_exchanges(0)  # the last exchange then averages the final statistics
-            self._begin_exchange(finishing=True)
-            self._apply_exchanges(0)
-            self._check_drift_when_due()
+        # the last exchange may have begun before others changed the statistics
+        if is_late and self._averaged is not None and (own := self._averaged.read()).size:
+            self._averaged.move(own, self._carry_out(mean_of_finite(own)))
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:

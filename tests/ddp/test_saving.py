@@ -212,14 +212,17 @@ def test_the_optimizers_state_has_the_residual_of_exchanged_gradients(wrap, rank
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize(("every", "delay", "fewer"), [(1, 0, 0), (1, 0, 7), (2, 1, 3), (4, 0, 0), (4, 0, 7)])
+@pytest.mark.parametrize(("every", "delay", "fewer"), [(1, 0, 0), (1, 0, 7), (2, 1, 3), (4, 0, 0), (4, 3, 7)])
 def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewer, rank):
+    """In one exchange more, in which statistics become equal, too."""
     # dragonn's messages have room for what is selected in one pass
     text = "dragonn:density=0.1,feedback=best" if delay else "best:density=0.1"
     net, optimizer, sync = begun(every, delay, text)
-    train(net, optimizer, rank, fewer if rank else 10)
+    net.register_buffer("statistics", torch.zeros(3))
+    train(net, optimizer, rank, fewer if rank else 10, each=lambda _: net.statistics.add_(rank + 0.1))
     sync.finish()
-    assert same_on_all_replicas(*net.parameters())
+    assert sync._num_begun == 10 // every + 1
+    assert same_on_all_replicas(*net.parameters(), net.statistics)
     train(net, optimizer, rank, 3)
     sync.finish()
     sync.finish()

@@ -54,6 +54,10 @@ def momentum(net, **more):
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, **more)
 
 
+def muon(net):
+    return torch.optim.Muon([one for one in net.parameters() if one.ndim == 2], lr=0.02, weight_decay=0.0)
+
+
 def begun(every: int = 1, delay: int = 0, text: str = "best:density=0.1", seed: int = 0, make=adamw, **more):
     """A net, its optimizer, and what exchanges its steps over torch.distributed."""
     from horovod_sparse import ddp

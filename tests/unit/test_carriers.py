@@ -116,7 +116,7 @@ def test_tasks_side_by_side_get_what_each_gets_alone_in_fewer_collectives():
         [(task, _work(rank, number)) for number, task in enumerate(own)] for rank, own in enumerate(tasks)
     ]
     together = Recorder()
-    run_lockstep([carriers.side_by_side(batch) for batch in batches], together)
+    run_lockstep([carriers.side_by_side(batch, len(batches)) for batch in batches], together)
     # task 0's sums are tiny; float64 of tasks 1 and 3 three times, float32 of tasks 2 and 4 twice
     assert together.total(0).rounds == 6 * num_rounds("allgather", 3) + 5 * num_rounds("allreduce", 3)
     for number in (0, 1, 2, 4):
@@ -128,10 +128,16 @@ def test_tasks_side_by_side_get_what_each_gets_alone_in_fewer_collectives():
         tasks[0][3].value()
 
 
+def test_a_sum_goes_from_each_rank_to_all_where_few_ranks_have_few_bytes():
+    small = AllReduce(np.zeros(10_000, np.float32))
+    kinds = [type(next(carriers._gather_tiny_sum(small, ranks))) for ranks in (2, 16)]
+    assert kinds == [AllGather, AllReduce]
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_tiny_sum_that_overflows_warns_of_nothing():
     batches = [[(Task("sum"), single_request(AllReduce(np.full(2, sign * np.inf))))] for sign in (1, -1)]
-    run_lockstep([carriers.side_by_side(batch) for batch in batches])
+    run_lockstep([carriers.side_by_side(batch, len(batches)) for batch in batches])
     assert np.isnan(batches[0][0][0].value()).all()
 
 
@@ -143,7 +149,7 @@ def test_tasks_of_one_level_gather_and_sum_among_their_ranks():
     topology = Topology.regular(2, 2)
     tasks = [[Task(level) for level in ("all", "host", "host")] for _ in range(4)]
     batches = [[(task, work(rank, task.name)) for task in own] for rank, own in enumerate(tasks)]
-    run_lockstep([carriers.side_by_side(batch) for batch in batches], topology=topology)
+    run_lockstep([carriers.side_by_side(batch, len(batches)) for batch in batches], topology=topology)
     assert [task.value() for task in tasks[3]] == [([0, 1, 2, 3], [6.0]), ([2, 3], [5.0]), ([2, 3], [5.0])]
 
 
@@ -158,5 +164,5 @@ def test_an_error_of_one_rank_alone_ends_all_tasks_of_its_batch():
 
     recorder, batch = Recorder(), [(Task(str(one)), work(one)) for one in (True, False)]
     with pytest.raises(MessageError, match="of one rank"):
-        run_lockstep([carriers.side_by_side(batch)], recorder)
+        run_lockstep([carriers.side_by_side(batch, 1)], recorder)
     assert recorder.kinds == [AllGather]

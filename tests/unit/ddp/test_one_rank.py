@@ -1,7 +1,9 @@
 """What needs a group of torch.distributed, and no other rank."""
 
+import contextlib
 import copy
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.trainers import transformers_callback
-from support.passes import backward, batches, begun, flat, net_of, train
+from support.passes import backward, batches, begun, flat, momentum, net_of, train
 
 
 @pytest.fixture(autouse=True)
@@ -138,16 +140,38 @@ def test_a_coroutine_goes_no_further_behind_the_deadline():
     assert not went_on
 
 
-@pytest.mark.parametrize("failing", ["recv", "send"])
+@pytest.mark.parametrize("failing", ["recv", "send", "second part"])
 def test_a_rank_that_has_left_before_a_message_begins_is_named(failing, mesh):
     def lost(*_):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4321")
 
+    def long_message(parts, _, tag):
+        if tag % 2:
+            lost()
+        parts[0][:2] = torch.tensor([5000, carrier._name_hash()])
+        return SimpleNamespace(wait=lambda: None)
+
     carrier = Carrier(None)
     carrier.size, carrier._from, carrier._to = 2, carrier._from * 2, carrier._to * 2
-    carrier._host = SimpleNamespace(**{"recv": lambda *_: None, "send": lambda *_: None, failing: lost})
+    carrier._host = SimpleNamespace(**{"recv": long_message, "send": lambda *_: None, failing: lost})
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 ended, or left, before .*4321"):
         carrier(Exchange({1: np.zeros(3, np.int32)}, (1,)))
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_next_step_raises_what_has_ended_an_exchange(local, mesh, monkeypatch):
+    net = net_of()
+    optimizer = momentum(net)
+    make = ddp.LocalSteps if local else partial(ddp.attach, compression="best", delay=1)
+    sync = make(model=net, optimizer=optimizer, every=4, **({"delay": 4} if local else {}))
+    train(net, optimizer, 0, 11)
+    monkeypatch.setattr(Carrier, "begin", lambda *_: {}["rank 1"])
+    with contextlib.suppress(KeyError):  # this step may know it
+        train(net, optimizer, 0, 1)
+    while not sync.starter._shared.failure:
+        time.sleep(0.01)
+    with pytest.raises(KeyError, match="rank 1"):
+        train(net, optimizer, 0, 1)
 
 
 def test_a_parameter_that_is_replaced_is_named(mesh):
