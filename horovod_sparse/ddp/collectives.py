@@ -232,16 +232,8 @@ def _make_gloo_group(group: dist.ProcessGroup) -> Any:
     store = dist.PrefixStore(
         f"horovod_sparse.{number}", dist.distributed_c10d._get_process_group_store(group)
     )
-    timeout = _timeout_of(group)
-    more = {} if timeout is None else {"timeout": timeout}
+    more = {}
+    for device in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # the group has no backend for it
+            more["timeout"] = group._get_backend(torch.device(device)).options._timeout
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **more)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> Any:
-    """Returns how long a group waits for its ranks, or None for PyTorch's default."""
-    for device in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None

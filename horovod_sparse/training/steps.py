@@ -58,9 +58,8 @@ class Steps(Training):
         self.taken = self._num_begun = 0
         self._facts = RankFacts()
         self._in_flight: deque[RankFacts] = deque()
-        #: a checkpoint's exchanges in flight, until the next pass; and whether ranks reset their states since
+        #: a checkpoint's exchanges in flight, until the next pass
         self._to_resume: Any = None
-        self.started_anew = False
         #: this rank's moves by part, while common parameters are shown; None while they are not
         self.hidden: list[list[tuple[Any, Any]]] | None = None
 
@@ -74,20 +73,15 @@ class Steps(Training):
             return
         if self._to_resume is None:
             self.roll_back()
-        self.started_anew, self._num_begun = False, 0
+        before, self._num_begun = self.parts, 0
         super().agree()
-        self._resume_exchanges()
+        self._resume_exchanges(are_reset=self.parts is not before)
 
     def _refuse_within_common(self) -> None:
         """Raises where `common()` has hidden moves, which a step or a load would lose or apply twice."""
         if self.hidden is not None and self.schedule.moves_at_once:
             words = "a step, load or finish() within `with sync.common():`, which hides moves: end that first"
             raise errors.UnsupportedError(words)
-
-    def reset_states(self, start: Any) -> None:
-        """Resets states to the agreed step; `_resume_exchanges` then adds moves in flight to the residual."""
-        self.started_anew = True
-        super().reset_states(start)
 
     # a pass
 
@@ -247,8 +241,7 @@ class Steps(Training):
                 except errors.HorovodSparseError as error:
                     failures.append(error)
             if failures := self.failures_of_all_shards(failures):
-                failure = worst(failures)
-                if not isinstance(failure, errors.NonFiniteGradientError):
+                if not isinstance(failure := worst(failures), errors.NonFiniteGradientError):
                     self.roll_back()
                     raise failure
                 self._in_flight.popleft()
@@ -327,13 +320,13 @@ class Steps(Training):
             for part, moves in zip(self.parts, self._to_resume["moves"], strict=True):
                 part.moves = OwnMoves(part).loaded(moves)
 
-    def _resume_exchanges(self) -> None:
+    def _resume_exchanges(self, are_reset: bool) -> None:
         """Begins a checkpoint's exchanges in flight; rolls them back if ranks or schedule have changed."""
         if self._to_resume is None:
             return
         self._load_moves()
         passes, self._to_resume = self._to_resume, None
-        if self.started_anew or "shares" in passes or not self.schedule.moves_at_once:
+        if are_reset or "shares" in passes or not self.schedule.moves_at_once:
             for part in self.parts:
                 part.moves.roll_back()  # those of the rank from which the parameters were loaded
                 part.moves = part.new_moves()
