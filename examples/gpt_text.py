@@ -33,22 +33,17 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="its last tenth is for the test")
-    add("--compression", default="exdyna:density=0.05", help="none, fp16, or NAME:ARGUMENT=VALUE,...")
+    add("--compression", default="best:density=0.01", help="none, fp16, or NAME:ARGUMENT=VALUE,...")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--length", type=int, default=128, help="bytes of a piece of text")
     add("--batch-size", type=int, default=8, help="pieces per rank and step")
     add("--steps", type=int, default=1000)
-    add(
-        "--warmup-steps",
-        type=int,
-        default=100,
-        help="in which the rate rises, and the density falls to its own",
-    )
+    add("--warmup-steps", type=int, default=100, help="in which the rate rises")
     add("--learning-rate", type=float, default=3e-3)
     add("--weight-decay", type=float, default=0.1)
-    add("--max-norm", type=float, default=1.0, help="a synchronized gradient is clipped to it")
+    add("--max-norm", type=float, default=1.0, help="clips gradients: a rank's own with best, else the mean")
     add("--no-bfloat16", dest="bfloat16", action="store_false", help="compute all products in float32")
     add("--seed", type=int, default=0)
     add("--tensorboard", type=Path, metavar="FOLDER", help="rank 0 writes curves to it")
@@ -94,21 +89,13 @@ def main() -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     train, test = texts(args.text)
     model = GPT(args.layers, args.width, args.heads, args.length).to(device)
-    compression = args.compression
-    dense = compression in ("none", "fp16")
-    # steps that are sent in place of gradients are not clipped any more: the feedback's clip_norm is for that
-    sends_steps = not dense and hvd.Compression.parse(compression).recipe.feedback.applies_rate
-    max_norm = math.inf if sends_steps else args.max_norm
-    if args.warmup_steps and not dense and not sends_steps and "schedule=" not in compression:
-        compression += f"{',' if ':' in compression else ':'}schedule=exponential(steps={args.warmup_steps})"
+    dense = args.compression in ("none", "fp16")
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(
             parameter_groups(model.parameters(), args.weight_decay), lr=args.learning_rate, betas=(0.9, 0.95)
         ),
         named_parameters=model.named_parameters(),
-        compression=compression,
-        # so small a model gains nothing, and would stay dense
-        tensor_selection="all" if args.dry_run else None,
+        compression=args.compression,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     writer = None
@@ -134,8 +121,8 @@ def main() -> None:
             logits.float().flatten(0, 1), torch.from_numpy(targets).flatten().to(device)
         )
         loss.backward()
-        optimizer.synchronize()  # what is clipped is what is applied, the same on all ranks
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.synchronize()  # gradients are then means over ranks; with best it does nothing
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         with optimizer.skip_synchronize():
             optimizer.step()
         if step % 20 == 0 or step == args.steps - 1:
@@ -150,7 +137,7 @@ def main() -> None:
 
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     result = {
-        "compression": compression,
+        "compression": args.compression,
         "bits_per_byte": bits_per_byte(model, test, args.length, 8 if args.dry_run else 512, device),
         "final_loss": float(loss.detach()),
         "curve": curve,
