@@ -26,7 +26,7 @@ class ArgumentError(HorovodSparseError, ValueError):
 
     def __str__(self) -> str:
         given = repr(self.given)
-        given = f"a {type(self.given).__name__}" if "\n" in given else given  # a model, an optimizer
+        given = f"{type(self.given).__name__}(...)" if "\n" in given else given  # a model, an optimizer
         return f"{self.argument}={given} is not allowed: give {self.allowed}"
 
 

@@ -80,7 +80,7 @@ def attach(
             if isinstance(compression, (torch.nn.Module, torch.optim.Optimizer)):
                 allowed = 'a sparsifier, as in attach(model, "best", optimizer): are arguments swapped?'
             raise ArgumentError("compression", compression, allowed)
-        settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+        settings = Settings.of(options, "ddp.attach", WaitingOptions, ("every", "delay", "replicas"))
         if not isinstance(model, torch.nn.Module):
             allowed = "the torch.nn.Module whose parameters the optimizer trains"
             raise ArgumentError("model", type(model).__name__, allowed)
