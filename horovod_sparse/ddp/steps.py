@@ -88,9 +88,8 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
     def _state_dict_pre_hook(self, optimizer: Any) -> None:
         super()._state_dict_pre_hook(optimizer)
-        at_once = self.size > 1 and self.schedule.moves_at_once and self.hidden is None
-        moved = at_once and any(part.moves.moves or part.moves.ahead for part in self.parts)
-        if optimizer is not None and moved:
+        at_once = optimizer is not None and self.size > 1 and self.schedule.moves_at_once
+        if at_once and any(part.moves.moves or part.moves.ahead for part in self.parts):
             _log.warning(
                 "saving an optimizer while ranks differ (every > 1 or delay > 0): save model and optimizer "
                 "within `with sync.common():`, or torch.distributed.checkpoint mixes the ranks' parameters"
