@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, metavar="FOLDER", help="cifar-10-batches-py")
     add("--model", choices=[kind for kind in KINDS if KINDS[kind][3]], default="resnet20")
-    add("--compression", default="exdyna:density=0.01", help="none, fp16, or NAME:ARGUMENT=VALUE,...")
+    add("--compression", default="best:density=0.01", help="none, fp16, or NAME:ARGUMENT=VALUE,...")
     add("--warmup-epochs", type=float, default=4.0, help="in which the density falls to its own")
     add("--epochs", type=int, default=100)
     add("--batch-size", type=int, default=128, help="images per rank and step")
@@ -128,8 +128,6 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4),
         named_parameters=model.named_parameters(),
         compression=compression,
-        # so small a model gains nothing, and would stay dense
-        tensor_selection="all" if args.dry_run else None,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     first = 0
@@ -153,7 +151,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             if writer is not None and (step % 20 == 0 or args.dry_run):
-                writer.add_scalar("loss", float(loss), step)
+                writer.add_scalar("loss", float(loss.detach()), step)
                 for name, value in optimizer.telemetry.scalars().items():
                     writer.add_scalar(name, value, step)
         if args.checkpoint:

@@ -93,7 +93,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", type=Path, metavar="FOLDER", help="with train/ and val/")
-    add("--compression", default="exdyna:density=0.001", help="none, or NAME:ARGUMENT=VALUE,...")
+    add("--compression", default="best:density=0.01", help="none, or NAME:ARGUMENT=VALUE,...")
     add("--warmup-epochs", type=float, default=4.0, help="in which the density falls, and the rate rises")
     add("--epochs", type=int, default=90)
     add("--batch-size", type=int, default=64, help="images per rank and step")
@@ -179,7 +179,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             if writer is not None and (step % 20 == 0 or args.dry_run):
-                writer.add_scalar("loss", float(loss), step)
+                writer.add_scalar("loss", float(loss.detach()), step)
                 for name, value in ({} if sync is None else sync.telemetry.scalars()).items():
                     writer.add_scalar(name, value, step)
             step += 1

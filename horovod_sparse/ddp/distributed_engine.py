@@ -100,7 +100,7 @@ def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -
         waited = time.monotonic() - since
         if waited > min(_QUIET_SECONDS, deadline.seconds) and not said:
             said = True
-            _log.warning("waiting for ranks %s %s", missing, _ABSENT)
+            _log.warning("waiting: ranks %s %s", missing, _ABSENT)
         if waited > deadline.seconds:
             what = f"the first step (ranks {missing} {_ABSENT})"
             raise DeadlineError(what, 0, deadline.seconds, dict.fromkeys(missing, ""))

@@ -17,15 +17,13 @@ KERAS = pytest.param("tensorflow2_keras_mnist", marks=[pytest.mark.tensorflow, p
 WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50", "demo")
 
 
-def launched(
-    example: str, file: Path, *arguments: str, selection: str = "all", size: int = 2
-) -> dict[str, Any]:
+def launched(example: str, file: Path, *arguments: str, size: int = 2) -> dict[str, Any]:
     launcher = [*HOROVODRUN, "--disable-cache", "-np", "2", sys.executable]
     if example in WITHOUT_HOROVOD:
         torchrun = str(Path(sys.executable).with_name("torchrun"))
         launcher = [torchrun, "--standalone", "--nproc-per-node", str(size)]
     # these models are small, and would stay dense
-    more = {"HOROVOD_SPARSE_TENSOR_SELECTION": selection}
+    more = {"HOROVOD_SPARSE_TENSOR_SELECTION": "all"}
     ran(*launcher, EXAMPLES / f"{example}.py", *arguments, "--json", file, **more)
     told: dict[str, Any] = json.loads(file.read_text())
     return told
@@ -68,8 +66,7 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
     curves = importlib.util.find_spec("tensorboard") is not None
     arguments = ["--tensorboard", str(tmp_path / "curves")] if curves else []
     arguments += ["--checkpoint", str(tmp_path / "saved")] if example == "cifar10_resnet" else []
-    # a dry run says itself that all is sparsified: it takes the paths of a large model
-    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments, selection="large")
+    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments)
     assert run["steps"] == 2 and run["size"] == 2
     assert run["bytes_per_step"] < run["num_parameters"] / 2, "an eighth of dense or less"
     assert math.isfinite(run["final_loss"]) and run["final_loss"] > 0.0
