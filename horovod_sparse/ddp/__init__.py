@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse.ddp.distributed_engine import sending_errors
 from horovod_sparse.ddp.gradients import GradientSynchronizer
 from horovod_sparse.ddp.steps import LocalSteps as LocalSteps
-from horovod_sparse.ddp.steps import Synchronized, group_of, raise_if_hooked, stop_synchronizing, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, raise_if_hooked, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
@@ -94,9 +94,7 @@ def attach(
             allowed = 'the one that trains the model: attach(model, "best", optimizer)'
             raise ArgumentError("optimizer", optimizer, allowed)
         recipe, group = recipe_for(optimizer, recipe), group_of(model, wrappers, replicas)
-        made = Synchronized(model, recipe, optimizer, group, settings, schedule)
-        made.silenced = stop_synchronizing(wrappers)
-        return made
+        return Synchronized(model, wrappers, recipe, optimizer, group, settings, schedule)
 
 
 def _make_gradient_synchronizer(
@@ -117,9 +115,9 @@ def _make_gradient_synchronizer(
     if not isinstance(optimizer, torch.optim.Optimizer) and not (wrappers and optimizer is None):
         allowed = "the one that trains the model; None with a DistributedDataParallel alone"
         raise ArgumentError("optimizer", optimizer, allowed)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        allowed = "torch.optim.Adam: exchanged gradients are dense, and SparseAdam takes none"
-        raise ArgumentError("optimizer", "SparseAdam", allowed)
+    if isinstance(optimizer, (torch.optim.SparseAdam, torch.optim.LBFGS)):
+        allowed = "another: SparseAdam takes no dense gradients; LBFGS searches along a line by a rank's loss"
+        raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
     if optimizer is not None:
         check_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}

@@ -64,17 +64,18 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
     def __init__(
         self,
         model: torch.nn.Module,
+        wrappers: Sequence[DistributedDataParallel],
         recipe: Recipe,
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup | None,
         settings: Settings,
         schedule: Schedule,
     ) -> None:
-        given = model, recipe, optimizer, group, settings.deadline_seconds
-        engine = DistributedEngine(*given, schedule.delay)
+        engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds, schedule.delay)
+        averaged = ModelBuffers(model) if all(one.broadcast_buffers for one in wrappers) else None
+        super().__init__(optimizer, engine, recipe, settings, schedule, averaged)
         #: makes each DistributedDataParallel synchronize again
-        self.silenced = contextlib.ExitStack()
-        super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
+        self.silenced = stop_synchronizing(wrappers)
         roll_back_before_loading([inner_module(model)], self)
 
     def release_optimizer(self) -> None:
@@ -212,10 +213,8 @@ def group_of(
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
     if wrapped and replicas is not None:
         raise ArgumentError(name, replicas, "None with DistributedDataParallel: it has a group")
-    group = replicas if isinstance(replicas, dist.ProcessGroup) else None
-    if replicas is not None and group is None and getattr(replicas, "ndim", 0) == 1:
-        group = replicas.get_group()
-    if (sharded and group is None) or (replicas is not None and group is None):
+    group = replicas.get_group() if getattr(replicas, "ndim", 0) == 1 else replicas
+    if (sharded or replicas is not None) and not isinstance(group, dist.ProcessGroup):
         allowed = 'the ranks with the same shards, as a process group or a mesh: mesh["replicate"]'
         raise ArgumentError(name, replicas, allowed)
     if sharded:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import RULES, Progress, Recipe, kind_of
 from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, replicated_arrays
@@ -55,7 +55,9 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Returns PyTorch's optimizer within a wrapper (of Accelerate, torchft or ZeRO)."""
+    """Returns PyTorch's optimizer within a wrapper (of Accelerate or torchft)."""
+    if (kind := type(optimizer).__name__) == "ZeroRedundancyOptimizer":
+        raise ArgumentError("optimizer", kind, "the one within, for all parameters: here each rank steps all")
     for name in ("optimizer", "optim"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:

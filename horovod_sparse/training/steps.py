@@ -64,7 +64,8 @@ class Steps(Training):
         self.hidden: list[list[tuple[Any, Any]]] | None = None
 
     def declared(self) -> dict[str, str]:
-        return {**super().declared(), **self.schedule.describe()}
+        buffers = 0 if self._averaged is None else self._averaged.read().size
+        return {**super().declared(), **self.schedule.describe(), "numbers in buffers": str(buffers)}
 
     def agree(self) -> None:
         """Rolls back exchanges in flight, and makes ranks agree (`Training.agree`), after a start or load."""

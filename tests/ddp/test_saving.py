@@ -227,6 +227,9 @@ def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewe
     sync.finish()
     sync.finish()
     assert same_on_all_replicas(*net.parameters())
+    ddp.attach(DistributedDataParallel(net, broadcast_buffers=False), text, optimizer)
+    train(net, optimizer, rank, 2, between=lambda _: net.statistics.fill_(rank))
+    assert net.statistics[0] == rank
 
 
 @alone

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
@@ -92,14 +93,15 @@ def test_what_cannot_be_loaded_is_refused(rank):
 
 def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
     plain = Replica(SHAPES, None)
-    few = torch.optim.SGD([plain.net.first], lr=0.1)
+    zero = ZeroRedundancyOptimizer(plain.net.parameters(), torch.optim.SGD, lr=0.1)
     momentum = torch.optim.SGD(plain.net.parameters(), lr=0.1, momentum=0.9)
     for words, model, *given in (
         *(("attach nothing", plain.model, none) for none in ("none", 0.1, None)),
         *((r"=\w+\(.*swapped", plain.model, swapped, "best") for swapped in (plain.model, plain.optimizer)),
         ("optimizer=", plain.model, TEXT, plain.net.parameters()),
         ("optimizer=", LinearModel(SHAPES), TEXT, None),
-        ("one without bias", plain.model, TEXT, few),
+        ("one without bias", plain.model, TEXT, torch.optim.SGD([plain.net.first], lr=0.1)),
+        ("='ZeroRedundancyOptimizer'", plain.model, "best", zero),
         (r"model\._orig_mod", torch.compile(plain.model), TEXT),
         ("momentum", plain.model, "dgc:density=0.1,feedback=momentum", momentum),
     ):

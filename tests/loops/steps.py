@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from loops.way import STEPS, fitted, loop
+from loops.way import WAYS, fitted, loop
 from support.passes import backward, net_of
 
 THROWN = {"DDP": "thrown away", "Horovod": "zero_grad"}
@@ -139,7 +139,7 @@ def closure(on):
         optimizer.step(lambda batch=batch: backward(model, batch))
 
 
-@loop(refused={"DDP": "thrown away", **dict.fromkeys(STEPS, "along a line")}, conserves=False)
+@loop(refused=dict.fromkeys([way for way in WAYS if way != "Horovod"], "along a line"), conserves=False)
 def lbfgs(on):
     model, optimizer = on.both(net_of(), torch.optim.LBFGS, max_iter=2)
     for batch in on.batches(3):

@@ -305,10 +305,9 @@ row("lr of SGD", "lr|rate|differ", f"{GRADIENTS} {PLAIN}", both={"options": {"ch
     optimizer=lambda net: sgd(net, 0.5))
 row("lr changed", "lr|rate|differ", both={"options": {"check_every": 1}}, before=at(2, halved))
 row("more groups", "group", f"{STEPS} {LOCAL}", optimizer=grouped)
-row("other members", "group", f"{STEPS} {LOCAL}", both={"optimizer": grouped},
-    optimizer=lambda net: grouped(net, at=3))
-row("groups turned", "group", f"{STEPS} {LOCAL}", both={"optimizer": grouped},
-    optimizer=lambda net: grouped(net, -1))
+for _name, _more in {"other members": {"at": 3}, "groups turned": {"order": -1}}.items():
+    row(_name, "group", f"{STEPS} {LOCAL}", both={"optimizer": grouped},
+        optimizer=lambda net, given=_more: grouped(net, **given))
 for _name, _model in {
     "wider": lambda: small(20), "other last": lambda: small(last=5), "no bias": lambda: small(bias=False),
     "deeper": lambda: small().append(torch.nn.Linear(4, 4)), "other order": lambda: renamed("2", "0"),
@@ -316,6 +315,7 @@ for _name, _model in {
     "buffers": lambda: small().append(torch.nn.BatchNorm1d(4, affine=False))}.items():
     # DistributedDataParallel compares models itself, and names them on one rank
     row(f"model: {_name}", "param|shape|size|buffer|differ|attach", theirs=_DDP, model=_model)
+    row(f"plain: {_name}", "param|buffer|differ", STEPS, _DDP, both={"wrapper": None}, model=_model)
 row("not wrapped", "attach|engine|differs|come|wrap", _ALL, _DDP, theirs=_DDP, wrapper=None)
 for _wrapper in ({"static_graph": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.001},
                  {"gradient_as_bucket_view": True}):
@@ -327,10 +327,9 @@ row("finish alone", _SAME, LOCAL, _HVD, finishes=False)
 row("a step left out", rf"{_SAME}|ended, or left", theirs=_HVD,
     skips=lambda run, step: contextlib.nullcontext(step == 2))
 # over Horovod a rank that ends shuts Horovod down, in whose words the other one ends
-row("raises", _LEFT, theirs=_HVD, between=at(2, raises))
-row("raises at first", _LEFT, theirs=_HVD, between=at(0, raises))
-row("killed", _LEFT, theirs=_HVD, between=at(2, ended_by(signal.SIGKILL)))
-row("terminated", _LEFT, theirs=_HVD, between=at(2, ended_by(signal.SIGTERM)))
+for _name, _event in {"raises at first": at(0, raises), "terminated": at(2, ended_by(signal.SIGTERM)),
+                      "raises": at(2, raises), "killed": at(2, ended_by(signal.SIGKILL))}.items():
+    row(_name, _LEFT, theirs=_HVD, between=_event)
 row("stops", "waited|ended, or left", theirs=_HVD, between=at(2, lambda run: time.sleep(8)))
 row("NaN", "NaN|finite", between=at(2, put(float("nan"))))
 row("Inf", "Inf|finite", between=at(2, put(float("inf"))))
