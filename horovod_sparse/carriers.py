@@ -11,7 +11,6 @@ import atexit
 import functools
 import hashlib
 import importlib
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +22,9 @@ from horovod_sparse import collectives, errors
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization, Words
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.engine import Handle, Task, answer_for_one_rank
+from horovod_sparse.training.engine import Batch, Handle, answer_for_one_rank
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
 
-_SLEEP_SECONDS = 20e-6
 #: bytes times ranks up to which each rank sends to all, in one latency; bytes from which a sum goes alone
 _TINY, _SMALL = 2**18, 2**22
 #: errors that all ranks raise after the same messages, so that later ones still match
@@ -76,7 +74,7 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
     return words.view(expected.dtype)
 
 
-def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]], size: int) -> Synchronization[None]:
+def side_by_side(batch: Batch, size: int) -> Synchronization[None]:
     """Runs tasks round by round: all-gathers and tiny sums of a round share a message, and so do small sums.
 
     An error of `COLLECTIVE_ERRORS` stays in its task. Any other ends all: this rank's messages would no
@@ -223,8 +221,6 @@ class Rounds:
         return True
 
     def result(self) -> Any:
-        while self.done() is False:
-            time.sleep(_SLEEP_SECONDS)
         if self._error is not None:
             raise self._error
         return self._answer

@@ -27,7 +27,7 @@ from horovod_sparse.tensors.models import new_facts, trained_by
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import Facts, Task
+from horovod_sparse.training.engine import Batch, Facts, Starter, Task
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -109,8 +109,6 @@ def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -
     return deadline
 
 
-#: tasks that run side by side
-_Batch: TypeAlias = list[tuple[Task, Synchronization[Any]]]
 #: a batch in progress: yields a function that waits for each of its collectives
 _Running: TypeAlias = Generator[Callable[[], Any], Any, None]
 
@@ -120,7 +118,7 @@ class _ThreadState:
 
     def __init__(self, lanes: Sequence[Carrier]) -> None:
         self.lanes = lanes
-        self.waiting: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         #: begun batches: tasks, generator, the function that waits for the first messages, an error
         self.begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.free_lanes = threading.Semaphore(len(lanes))
@@ -142,7 +140,7 @@ class _ThreadState:
                 return None
 
 
-class Communicator:
+class Communicator(Starter):
     """Runs coroutines in two threads, in the order of their start, which all ranks share.
 
     torch.distributed matches sums by their order, and its messages can only be waited for. So one thread runs
@@ -154,9 +152,6 @@ class Communicator:
         self._shared, self._deadline = _ThreadState(lanes), deadline
         #: prefix of names: a process may train several models
         self.label = ""
-        self._batch: _Batch | None = None
-        #: total seconds that `wait` waited for other ranks and the network
-        self.idle_seconds = 0.0
         threads = [
             threading.Thread(target=loop, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
             for loop in (_begin_batches, _end_batches)
@@ -165,38 +160,17 @@ class Communicator:
             thread.start()
         weakref.finalize(self, _end_threads, self._shared, threads)
 
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        task = Task(name)
-        if self._batch is None:
-            self._shared.waiting.put([(task, coroutine)])
-        else:
-            self._batch.append((task, coroutine))
-        return task
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Returns a context: tasks started within it begin when it ends, as a batch with shared messages."""
-        self._batch = []
-        try:
-            yield
-            self._shared.waiting.put(self._batch)
-        finally:
-            self._batch = None
+    def _begin(self, batch: Batch) -> None:
+        self._shared.waiting.put(batch)
 
     def set_topology(self, topology: Topology | None) -> None:
         for lane in self._shared.lanes:
             lane.topology = topology
 
-    def run(self, name: str, coroutine: Synchronization[Any]) -> Any:
-        """Waits until the threads have run a coroutine; returns its result or raises its error."""
-        task = self.start(name, coroutine)
-        self.wait([task])
-        return task.value()
-
     def wait(self, tasks: Iterable[Task]) -> None:
         """Waits for tasks; errors that all ranks share stay in their tasks, others are raised."""
-        awaited, shared, since = list(tasks), self._shared, time.perf_counter()
-        idle_before = shared.idle_seconds
+        awaited, shared = [task for task in tasks if not task.done], self._shared
+        since, idle_before = time.perf_counter(), shared.idle_seconds
         while (pending := self._first_pending(awaited)) is not None:
             try:
                 self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
@@ -209,7 +183,7 @@ class Communicator:
         self._deadline.saw_progress()
         self.idle_seconds += min(shared.idle_seconds - idle_before, time.perf_counter() - since)
         for task in awaited:
-            task.waited_seconds = max(0.0, task.finished - since)
+            task.waited_seconds = time.perf_counter() - since
         if shared.failure is not None:
             raise shared.failure
 
@@ -229,7 +203,7 @@ def _end_threads(shared: _ThreadState, threads: Sequence[threading.Thread]) -> N
             thread.join(_END_SECONDS)
 
 
-def _run_batch(lane: Carrier, batch: _Batch) -> _Running:
+def _run_batch(lane: Carrier, batch: Batch) -> _Running:
     """Runs tasks side by side in a lane; yields for each collective a function that waits for it."""
     lane.name, answer = batch[0][0].name, None
     coroutine = translate_requests(side_by_side(batch, lane.size), lane.in_messages)
@@ -270,7 +244,7 @@ def _end_batches(shared: _ThreadState) -> None:
                 task.error = task.error or failure
                 if task.error is not None and not isinstance(task.error, COLLECTIVE_ERRORS):
                     shared.failure = task.error
-                task.finished, task.done = time.perf_counter(), True
+                task.done = True
             shared.changed.notify_all()
         shared.free_lanes.release()
         del begun, batch, running, wait, answer, task, failure
@@ -342,7 +316,9 @@ class DistributedEngine:
     ) -> Any:
         communicator = self.running()
         communicator.set_topology(topology)
-        return communicator.run(name, coroutine)
+        task = communicator.start(name, coroutine)
+        communicator.wait([task])
+        return task.value()
 
     def begin(self, training: Any) -> None:
         communicator = self.running()

@@ -138,20 +138,17 @@ class _HorovodHandle:
 
 
 def _start_native(request: Request, name: str, process_set: Any) -> Handle:
-    if isinstance(request, collectives.AllGather):
-        tensor = readable_tensor(request.buffer)
-        handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, torch.Tensor.numpy)
+    begin: Any
+    if isinstance(request, (collectives.AllGather, collectives.Broadcast)):
+        tensor, begin = readable_tensor(request.buffer), hvd.allgather_async
+        if isinstance(request, collectives.Broadcast):  # Horovod counts roots in the world, not in the set
+            begin = partial(hvd.broadcast_async, root_rank=process_set.ranks[request.root])
+        return _HorovodHandle(begin(tensor, name=name, process_set=process_set), tensor, torch.Tensor.numpy)
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         tensor, answer = _as_summable(request.buffer)
         whole = isinstance(request, collectives.AllReduce)
         begin = hvd.allreduce_async if whole else hvd.reducescatter_async
         return _HorovodHandle(begin(tensor, op=hvd.Sum, name=name, process_set=process_set), tensor, answer)
-    if isinstance(request, collectives.Broadcast):
-        tensor = readable_tensor(request.buffer)
-        root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
-        handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, torch.Tensor.numpy)
     if isinstance(request, collectives.Exchange):
         received = partial(carriers.inbox, request, whose=f"{name}: rank {process_set.rank()}")
         sends = carriers.as_alltoall(request, process_set.size())

@@ -75,9 +75,8 @@ class StepSynchronizer(Binding):
             checked_entry(self, self._entry)
         super()._load_state_dict_pre_hook(optimizer, saved)
 
-    def retire(self) -> None:
-        """Returns the optimizer to PyTorch when another optimizer is made for its parameters."""
-        self.release_optimizer()
+    #: called when another optimizer is made for the parameters: PyTorch steps this one again
+    retire = Binding.release_optimizer
 
 
 class LocalSteps(LocalBinding):

@@ -13,9 +13,9 @@ A new front end (another framework, or other collectives than Horovod's) writes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -67,8 +67,6 @@ class Task:
     error: BaseException | None = None
     #: collectives started so far
     num_rounds: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    finished: float = float("nan")
     #: time this process sat in `Starter.wait` for this task and had nothing else to do: the part of its
     #: communication that computation did not hide. Tasks waited for together each count the same seconds;
     #: `Starter.idle_seconds` counts them once.
@@ -80,15 +78,38 @@ class Task:
         return self.result
 
 
+#: tasks that begin together
+Batch: TypeAlias = list[tuple[Task, Synchronization[Any]]]
+
+
 class Starter(Protocol):
     """Runs coroutines with collectives, several at once; all ranks start the same ones."""
 
-    idle_seconds: float
-    #: returns a context whose tasks may share messages; in this one each starts as soon as it can
-    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    #: total seconds that `wait` had nothing to do
+    idle_seconds: float = 0.0
+    _batch: Batch | None = None
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """Starts a coroutine and returns its task at once; `name` is equal on all ranks."""
+        task = Task(name)
+        if self._batch is None:
+            self._begin([(task, coroutine)])
+        else:
+            self._batch.append((task, coroutine))
+        return task
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Returns a context: tasks started within it begin when it ends, as one batch."""
+        self._batch = batch = Batch()
+        try:
+            yield
+        finally:
+            self._batch = None
+        self._begin(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        """Begins tasks, whose messages may be shared."""
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Waits for tasks; an error of a coroutine stays in its task."""
@@ -165,14 +186,11 @@ class Handle(Protocol):
         """Waits for the collective, and returns its result; called once."""
 
 
-#: How long `wait` polls without a pause before it sleeps between polls, and for how long then. Measured
-#: with 2 ranks on 2 busy cores, two rounds per task, cycle 1 ms: 2.2 ms for 1 task and for 30 tasks, with
-#: a fifth of a core; polling without sleep 30 to 90 ms, since it takes the core from Horovod's thread;
-#: hvd.synchronize, which yields but does not sleep, 2.1 ms (MPI) and 10 ms (Gloo), with most of a core.
+#: How long `wait` polls without a pause before it sleeps between polls, and for how long then. Two rounds of
+#: a task take 2.2 ms so on 2 busy cores, and 30 to 90 ms if polls take the core from Horovod's thread.
 _SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
-#: The sleep grows to this share of the wait, but not beyond Horovod's default cycle: a result cannot come
-#: sooner than the next cycle. With 8 ranks on 2 cores, fixed sleeps of 20 us took 4 to 6 ms of CPU time
-#: from every rank in a step of 100 ms, and from Horovod's threads, which then came later.
+#: The sleep grows to this share of the wait, but not beyond Horovod's default cycle, before which no result
+#: can come. With 8 ranks on 2 cores fixed sleeps took 4 to 6 ms of CPU time from a step of 100 ms.
 _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 0.1, 1e-3
 #: How long collectives in flight get to end after one of them has failed.
 _DRAIN_SECONDS = 1.0
@@ -191,8 +209,6 @@ class Driver(Starter):
         self._kind_of_failure, self._size, self._deadline = failure, size, deadline
         #: prefix of the names of all collectives, equal on all ranks
         self.label = ""
-        #: total seconds that `wait` had nothing to do
-        self.idle_seconds = 0.0
         #: by name: tasks whose collective is in flight
         self.parked: dict[str, tuple[Task, Synchronization[Any], Handle]] = {}
         self._failure: BaseException | None = None
@@ -204,26 +220,25 @@ class Driver(Starter):
     def forget_messages(self) -> None:
         """Drops messages in flight between pairs of ranks."""
 
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Runs a coroutine up to its first collective, starts that, and returns the task at once.
+    def _begin(self, batch: Batch) -> None:
+        """Runs each coroutine up to its first collective, and starts that.
 
         After a failure that the next `wait` is to raise nothing is started: the task has ended with it.
         """
-        if name in self.parked:
-            self.advance()  # drops collectives that were started before a restart of Horovod
-        if name in self.parked:
-            coroutine.close()
-            raise UnsupportedError(
-                f"{name} is synchronized while its last synchronization is still under way: wait for it "
-                "first (optimizer.synchronize() or step()), and let no two optimizers share a compressor"
-            )
-        task = Task(name)
-        if self._failure is not None:
-            coroutine.close()
-            self._finish_task(task, error=self._failure)
-            return task
-        self._resume(task, coroutine, None)
-        return task
+        for task, coroutine in batch:
+            if task.name in self.parked:
+                self.advance()  # drops collectives that were started before a restart of Horovod
+            if task.name in self.parked:
+                coroutine.close()
+                raise UnsupportedError(
+                    f"{task.name} is synchronized while its last synchronization is still under way: wait "
+                    "first (optimizer.synchronize() or step()), and let no two optimizers share a compressor"
+                )
+            if self._failure is not None:
+                coroutine.close()
+                self._finish_task(task, error=self._failure)
+            else:
+                self._resume(task, coroutine, None)
 
     def advance(self, max_pending: int | None = None) -> bool:
         """Resumes coroutines whose collectives have completed; stops after seeing `max_pending` unfinished.
@@ -250,9 +265,9 @@ class Driver(Starter):
                 moved = again = True
         return moved
 
-    def wait(self, tasks: Iterable[Task] | None = None, meanwhile: Callable[[], None] | None = None) -> None:
+    def wait(self, tasks: Iterable[Task], meanwhile: Callable[[], None] | None = None) -> None:
         """Waits until tasks are done, resuming all coroutines meanwhile; `Task.value` raises errors."""
-        awaited = None if tasks is None else list(tasks)
+        awaited = list(tasks)
         self.advance()
         idle_since, looking = time.perf_counter(), 0.0
         while True:
@@ -260,8 +275,7 @@ class Driver(Starter):
                 self.clear()
                 failure, self._failure = self._failure, None
                 raise failure
-            looked_at = [task for task, *_ in self.parked.values()] if awaited is None else awaited
-            pending = [task for task in looked_at if not task.done]
+            pending = [task for task in awaited if not task.done]
             if not pending:
                 return
             if meanwhile is not None:
@@ -337,8 +351,7 @@ class Driver(Starter):
 
     def _finish_task(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
         self.parked.pop(task.name, None)
-        task.result, task.error = result, error
-        task.finished, task.done = time.perf_counter(), True
+        task.result, task.error, task.done = result, error, True
 
     def _drain_after_failure(self, error: BaseException) -> None:
         """Drops everything in flight after Horovod has failed, so that names can be used again."""

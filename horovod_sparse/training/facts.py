@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.collectives import AllReduce, Synchronization, gather_values
 from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError
 
 
@@ -62,6 +62,11 @@ class RankFacts:
         """True if every rank has sent this exchange from `finish()`; read once it has arrived."""
         return self.task is not None and self.task.error is None and all(one[1] for one in self.task.result)
 
+    def gather(self, number: int) -> Synchronization[list[Any]]:
+        """Gathers facts of exchange `number`, always of one length: Horovod negotiates others anew."""
+        shrink, *projections = ([f"{one:+.16e}" for one in some] for some in (self.shrink, *self.projections))
+        return gather_values([number, self.finishing, self.bad, hex(self.present), shrink, projections])
+
 
 def present_bits(parts: Sequence[Any]) -> int:
     """Returns an integer in which bit i is 1 if parameter i has a gradient."""
@@ -79,11 +84,11 @@ def read_facts(parts: Sequence[Any], sent: Sequence[Any]) -> list[dict[float, li
         raise NonFiniteGradientError(next(iter(bad.values())), bad)
     for of_ranks in zip(*projections, strict=False):  # a rank that has had fewer batches ends earlier
         for part, told in zip(parts, zip(*of_ranks, strict=True), strict=True):
-            part.bucket.update_similarity(np.array(told))
+            part.bucket.update_similarity(np.array(told, float))
     somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
     shrunk: list[dict[float, list[int]]] = []
     for part, factors in zip(parts, zip(*shrink, strict=True), strict=True):
-        factor = min(factors)  # a rank that has had fewer batches shrinks as often as the others
+        factor = min(map(float, factors))  # a rank that has had fewer batches shrinks as often as the others
         here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
         shrunk.append({factor: here} if factor != 1.0 and here else {})
         first += len(part.names)

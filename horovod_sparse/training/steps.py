@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse import errors
-from horovod_sparse.collectives import gather_values
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport, BucketStep
@@ -123,9 +122,8 @@ class Steps(Training):
     def _send_rank_facts(self, facts: RankFacts, name: str) -> None:
         """Starts the collectives that share `RankFacts` and average the model's buffers in an exchange."""
         # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
-        number = self.step + len(self._in_flight)
-        told = number, facts.finishing, facts.bad, hex(facts.present), facts.shrink, facts.projections
-        facts.task = self.starter.start(f"{name}.facts", gather_values(told))
+        told = facts.gather(self.step + len(self._in_flight))
+        facts.task = self.starter.start(f"{name}.facts", told)
         if self._averaged is not None:
             own = self._averaged.read() if facts.averaged is None else facts.averaged[0]
             if own.size:

@@ -16,35 +16,34 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.carriers import side_by_side
 from horovod_sparse.errors import DeadlineError, HorovodSparseError
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.tensors import ReusedArrays, as_variable, unique_names
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.training.engine import Starter, Task
+from horovod_sparse.training.engine import Batch, Starter, Task
 from horovod_sparse.training.parts import Parameters
 
 
 class Exchanges(Starter):
-    """Runs exchanges' coroutines in a thread, one after another in the order of their starts.
+    """Runs exchanges in a thread, one after another in the order of their starts.
 
     Collectives are Horovod's own; with a delay an exchange runs beside the next pass.
     """
 
     def __init__(self, process_set: Any, seconds: float | None) -> None:
-        self.idle_seconds, self.label, self._ended = 0.0, "", threading.Condition()
+        self.label, self._ended = "", threading.Condition()
         self._given = {"process_set": process_set, "watch": Watch(seconds, process_set)}
         self._graphs: dict[Any, Any] = {}
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_thread = False
 
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        task = Task(f"{self.label}{name}")
-        carry = partial(_run_task, task, coroutine, self._ended, **self._given)
+    def _begin(self, batch: Batch) -> None:
+        carry = partial(_run_batch, batch, self._ended, name=self.label + batch[0][0].name, **self._given)
         if (tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))) == 1:
             carry()  # a graph would find no thread beside the host function that waits for it
-            return task
+            return
         self._queue.put(partial(carry, graphs=self._graphs))
         if not self._has_thread:
             self._has_thread = True
@@ -52,19 +51,16 @@ class Exchanges(Starter):
             given = (self._queue,)
             threading.Thread(target=_worker, args=given, name="horovod_sparse.exchanges", daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
-        return task
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Waits for tasks; raises Horovod's and deadline errors, other errors stay in `task.error`."""
+        began = time.perf_counter()
+        with self._ended:
+            self._ended.wait_for(lambda: all(task.done for task in tasks))
+        waited = time.perf_counter() - began
+        self.idle_seconds += waited
         for task in tasks:
-            began = time.perf_counter()
-            with self._ended:
-                while not task.done:
-                    self._ended.wait()
-            waited = time.perf_counter() - began
-            task.waited_seconds += waited
-            self.idle_seconds += waited
-            error = task.error
+            task.waited_seconds, error = waited, task.error
             if isinstance(error, DeadlineError) or not isinstance(error, HorovodSparseError | None):
                 raise error
 
@@ -75,13 +71,15 @@ def _worker(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del carry
 
 
-def _run_task(task: Task, coroutine: Synchronization[Any], ended: threading.Condition, **given: Any) -> None:
+def _run_batch(batch: Batch, ended: threading.Condition, **given: Any) -> None:
+    """Runs tasks side by side, and ends them; the first one gets their failure."""
     try:
-        task.result = carry_out_together(coroutine, name=task.name, **given)
+        carry_out_together(side_by_side(batch, given["process_set"].size()), **given)
     except BaseException as error:
-        task.error = error
+        batch[0][0].error = error
     with ended:
-        task.done, task.finished = True, time.perf_counter()
+        for task, _ in batch:
+            task.done = True
         ended.notify_all()
 
 

@@ -131,11 +131,11 @@ def test_detach_undoes_the_moves_of_a_checkpoint_that_was_just_loaded(mesh):
 
 def test_a_coroutine_goes_no_further_behind_the_deadline():
     store, went_on = dist.HashStore(), []
-    lane = SimpleNamespace(in_messages=single_request, begin=lambda _: partial(store.get, "answer"))
+    lane = SimpleNamespace(size=1, in_messages=single_request, begin=lambda _: partial(store.get, "answer"))
     communicator = Communicator([lane], Deadline(0.2, lambda: (0, [0]), lambda *_: None))
     for _ in range(2):
         with pytest.raises(DeadlineError):
-            communicator.run("late", (number and went_on.append(number) for number in range(2)))
+            communicator.wait([communicator.start("late", (one and went_on.append(one) for one in range(2)))])
         store.set("answer", "")
     assert not went_on
 
