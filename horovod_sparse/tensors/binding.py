@@ -310,11 +310,11 @@ class Binding(Steps):
         self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], loss_scale: float = 1.0
     ) -> None:
         """Sets each part's gradients and `OwnStep` for this pass; the fold divides by `loss_scale`."""
-        settings_of = {one: group for group in self.optimizer.param_groups for one in group["params"]}
+        settings_of = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
         for part in self.parts:
-            if part.given[0] not in settings_of:
+            if (settings := settings_of.get(id(part.given[0]))) is None:
                 raise UnsupportedError(f"{part.names[0]} has left the optimizer since attach: attach again")
-            settings, age = settings_of[part.given[0]], part.bucket.progress.age
+            age = part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)
             own, beside = now.weights
             now = dataclasses.replace(now, weights=(own / loss_scale, beside))

@@ -43,11 +43,12 @@ class HostParameters(Parameters):
         super().__init__(spans)
         self._orders = [(one.dtype, memory_strides(local(one))) for one in tensors]
         self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES
+        self._sharded = any(hasattr(one, "device_mesh") for one in tensors)
         #: addresses and strides of the tensors whose arrays are cached
         self._addresses: list[Any] = []
 
     def arrays(self) -> list[Any]:
-        own = [local(one) for one in self.tensors]
+        own = [local(one) for one in self.tensors] if self._sharded else self.tensors
         addresses = [(one.data_ptr(), one.stride()) for one in own]
         if addresses != self._addresses:
             if [(one.dtype, memory_strides(one)) for one in own] != self._orders:
@@ -63,10 +64,11 @@ class HostParameters(Parameters):
         return host_view(memory)
 
     def fold_input(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
-        self.arrays()  # refuses a model that was converted since
-        pairs = zip(gradients, self.tensors, strict=True)
-        given = [None if one is None else host_view(_flat_like(one, like)) for one, like in pairs]
-        return fold_parts(given, [host_view(flat(one)) for one in self.tensors], weights)
+        own = [one if isinstance(one, np.ndarray) else host_view(one) for one in self.arrays()]
+        pairs = zip(gradients, self._orders, strict=True)
+        return fold_parts(
+            [None if one is None else _array(one, order) for one, (_, order) in pairs], own, weights
+        )
 
 
 class TensorParameters(HostParameters):
@@ -133,6 +135,12 @@ class TensorParameters(HostParameters):
         return joined
 
 
+def _array(gradient: torch.Tensor, strides: tuple[int, ...]) -> np.ndarray:
+    """Returns a gradient's elements in an order in memory, as a flat array: a view if that is its own."""
+    own = local(gradient)
+    return host_view(own).ravel("K") if own.stride() == strides else host_view(flat(own, strides))
+
+
 def _flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's elements in the order of a parameter's memory, a copy if its own order differs."""
     return flat(tensor, memory_strides(local(parameter)))
@@ -162,9 +170,10 @@ class StepBucket(ParameterBucket, StepPart):
         """Returns gradients (or Muon's steps) to fold; counts them, and corrects late parameters' moments."""
         self._young = []
         self._counted = sorted(set(range(len(self.names))) - set(self.absent))
+        age = self.bucket.progress.age
         for number in self._counted:
             own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
-            if own <= self.bucket.progress.age:
+            if own <= age:
                 self._correct_late_moment(number, own)
         if self.now.matrices is None:
             return super().prepare_fold()

@@ -21,7 +21,6 @@ from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import sparse_vectors as kernels
 from horovod_sparse.kernels.host.scatter import find_outside, narrow, widen
-from horovod_sparse.kernels.quantization import repeat_by_group
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -144,7 +143,8 @@ class Floats:
         """Writes the values, rounded and limited to the format's largest number; NaN becomes 0."""
         wider = np.dtype(np.float64 if self._dtype == np.float64 else np.float32)
         if values.itemsize > self._dtype.itemsize:
-            values = np.nan_to_num(np.clip(values, -self._largest, self._largest))
+            values = np.clip(values, -self._largest, self._largest)
+            values[values != values] = 0
         words[-1:] = 0
         words.view(self._dtype)[: values.size] = narrow(values.astype(wider, copy=False), self._dtype)
 
@@ -194,33 +194,13 @@ class TwoBit:
 
     def encode(self, values: Values, words: Words) -> None:
         blocks, planes = self._split(words, values.size)
-        rows = np.zeros((blocks.size, TWO_BIT_BLOCK))
-        counts = np.full(blocks.size, TWO_BIT_BLOCK)
-        counts[-1:] -= rows.size - values.size
-        sizes = rows.reshape(-1)[: values.size]
-        np.minimum(np.abs(values), _LARGEST_BFLOAT16, out=sizes)
-        sizes[sizes != sizes] = 0.0
-        large = rows > (rows.sum(1) / counts)[:, None]
-        several = large.sum(1)
         means = np.empty((blocks.size, 2), np.float32)
-        means[:, 0] = (rows * ~large).sum(1) / np.maximum(counts - several, 1)
-        means[:, 1] = (rows * large).sum(1) / np.maximum(several, 1)
+        kernels.encode_two_bits(np.ascontiguousarray(values), _LARGEST_BFLOAT16, means, planes)
         _FLOATS["bfloat16"].encode(means.reshape(-1), blocks)
-        bits = np.zeros((2, 32 * planes.shape[1]), bool)
-        bits[0, : values.size] = values < 0
-        bits[1] = large.reshape(-1)[: bits.shape[1]]
-        planes[:] = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
 
     def decode(self, words: Words, out: Values) -> None:
         blocks, planes = self._split(words, out.size)
-        means = np.empty(2 * blocks.size, np.float32)
-        _FLOATS["bfloat16"].decode(blocks, means)
-        bits = np.unpackbits(planes.view(np.uint8), axis=1, count=out.size, bitorder="little")
-        negative, is_large = bits.astype(np.float32)
-        small, large = (repeat_by_group(means[which::2], 0, out.size, TWO_BIT_BLOCK) for which in (0, 1))
-        out[:] = large * is_large + small * (1 - is_large)  # exact: one of them is 0
-        out *= 1 - 2 * negative
-        out += 0  # no -0
+        kernels.decode_two_bits(blocks.view(np.uint16), planes, out)
 
     def _split(self, words: Words, count: int) -> tuple[Words, Words]:
         """Returns two views of an encoding: a word per block for two magnitudes, and the values' bits."""
