@@ -33,7 +33,8 @@ _FP16 = (
 class Case(NamedTuple):
     """The user's model and cluster: parameters, seconds of a step, nodes, bandwidth and latency.
 
-    `message_bytes` are those of a sparse message by parameter, `exchange_seconds` a rank's work for one.
+    `message_bytes` are those of a sparse message by parameter; `exchange_seconds` and `dense_seconds` are a
+    rank's work for a sparse and for a dense exchange.
     """
 
     num_parameters: float
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     latency_seconds: float
     message_bytes: float = DENSITY * _SELECTED_BYTES
     exchange_seconds: float = 0.0
+    dense_seconds: float = 0.0
 
     def seconds(self, num_bytes: float, rounds: int) -> float:
         """Returns the seconds that `rounds` messages of `num_bytes` each take."""
@@ -66,10 +68,9 @@ def rows_of(case: Case) -> list[Row]:
 
     A sparse exchange has the elements of H steps with every=H; with delay=1 it travels behind the next H.
     """
-    n, others = case.num_parameters, case.nodes - 1
-    alone = "nothing: that is DistributedDataParallel"
-    rows = [Row("dense", case.seconds(4 * n / case.nodes, 2 * others), alone)]
-    rows.append(Row("fp16", case.seconds(2 * n / case.nodes, 2 * others), _FP16))
+    n, others, rows = case.num_parameters, case.nodes - 1, list[Row]()
+    for name, size, paste in ("dense", 4, "nothing: that is DistributedDataParallel"), ("fp16", 2, _FP16):
+        rows.append(Row(name, case.dense_seconds + case.seconds(size * n / case.nodes, 2 * others), paste))
     for every, delay, steps in _SCHEDULES:
         given = f", every={every}" * (every > 1) + f", delay={delay}" * (delay > 0)
         exchange = case.seconds(every * others * case.message_bytes * n, 1)

@@ -171,7 +171,11 @@ class Communicator(Starter):
         """Waits for tasks; errors that all ranks share stay in their tasks, others are raised."""
         awaited, shared = [task for task in tasks if not task.done], self._shared
         since, idle_before = time.perf_counter(), shared.idle_seconds
-        while (pending := self._first_pending(awaited)) is not None:
+        while True:
+            with shared.changed:
+                shared.changed.wait_for(lambda: all(task.done for task in awaited), _CHECK_SECONDS)
+            if (pending := next((task for task in awaited if not task.done), None)) is None:
+                break
             try:
                 self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
             except DeadlineError as error:
@@ -186,13 +190,6 @@ class Communicator(Starter):
             task.waited_seconds = time.perf_counter() - since
         if shared.failure is not None:
             raise shared.failure
-
-    def _first_pending(self, tasks: Iterable[Task]) -> Task | None:
-        """Waits half a second at most for tasks; returns the first that is not done, or None if all are."""
-        with self._shared.changed:
-            if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _CHECK_SECONDS):
-                return None
-        return next((task for task in tasks if not task.done), None)
 
 
 def _end_threads(shared: _ThreadState, threads: Sequence[threading.Thread]) -> None:
@@ -269,9 +266,8 @@ class DistributedEngine:
         delay: int = 0,
     ) -> None:
         self.model, self._recipe, self.optimizer, self._group = model, recipe, optimizer, group
-        shards: list[Any] = [
-            one for one in trained_by(optimizer, model).values() if hasattr(one, "device_mesh")
-        ]
+        trained: Any = trained_by(optimizer, model).values()
+        shards = [one for one in trained if hasattr(one, "device_mesh")]
         mesh = shards[0].device_mesh if shards else None
         #: number of this rank's shard, and number of shards; equal on all ranks that synchronize
         self.shard: tuple[int, int] | None = mesh and (mesh.get_local_rank(), mesh.size())

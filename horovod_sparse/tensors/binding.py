@@ -314,11 +314,9 @@ class Binding(Steps):
         for part in self.parts:
             if (settings := settings_of.get(id(part.given[0]))) is None:
                 raise UnsupportedError(f"{part.names[0]} has left the optimizer since attach: attach again")
-            age = part.bucket.progress.age
-            now = self._rule.own_step(self._kind, settings, age)
-            own, beside = now.weights
-            now = dataclasses.replace(now, weights=(own / loss_scale, beside))
-            part.set_gradients(now, map(gradient_of, part.given))
+            now = self._rule.own_step(self._kind, settings, part.bucket.progress.age)
+            weights = now.weights[0] / loss_scale, now.weights[1]
+            part.set_gradients(dataclasses.replace(now, weights=weights), map(gradient_of, part.given))
 
     def make_parts(self, specs: Sequence[PartSpec], facts: Facts) -> list[StepBucket]:
         given = facts, self.made_for, self.schedule.moves_at_once, self.ages

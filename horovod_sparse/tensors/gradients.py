@@ -73,15 +73,7 @@ class GradientMemory:
         values: Any,
         scale: float,
     ) -> int:
-        """Overwrites gradients with `scale` times a sum; returns how many different indices it has.
-
-        Args:
-            gradients: the bucket's gradients, in its order.
-            spans: each gradient's [start, stop) in the bucket.
-            indices: indices of the values; None if there is a value for every element.
-            values: values of the sum.
-            scale: the factor that multiplies them.
-        """
+        """Overwrites gradients by a scaled sum, whole if `indices` is None; returns its number of indices."""
         arrays = [host_view(gradient) for gradient in gradients]
         return scatter.apply_scaled_sums(arrays, spans, indices, values, scale)
 

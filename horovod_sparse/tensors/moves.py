@@ -338,15 +338,11 @@ class Displacement(JointMoves):
     @torch.no_grad()
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
-        lines = [
-            self.sent[slice(*span)] if self.sent.numel() else flat(parameter, layout.stride())
-            for span, parameter, layout in zip(self.spans, self._parameters, self._layouts, strict=True)
-        ]
-        # half types began from `start` rounded to their dtype: that rounding is no displacement
-        pairs = [
-            (self.start[slice(*span)].to(line.dtype), line)
-            for span, line in zip(self.spans, lines, strict=True)
-        ]
+        pairs = []
+        for span, parameter, layout in zip(self.spans, self._parameters, self._layouts, strict=True):
+            line = self.sent[slice(*span)] if self.sent.numel() else flat(parameter, layout.stride())
+            # half types began from `start` rounded to their dtype: that rounding is no displacement
+            pairs.append((self.start[slice(*span)].to(line.dtype), line))
         if self._memory is HOST:
             common, own = ([host_view(one) for one in some] for some in zip(*pairs, strict=True))
             return WeightedParts(common, own, (1.0, -1.0))

@@ -49,7 +49,6 @@ class Exchange:
     task: Task
     num_moves: int
     message: np.ndarray
-    own: SparseSum
     report: BucketStep
 
 
@@ -150,15 +149,15 @@ class OwnMoves:
         self._send_message(starter, name, len(mine), message)
 
     def _send_message(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
-        own = self._decode(message)
         report, self._report = self._report, replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
         task = starter.start(name, _gather_moves(message, self._bucket.info, self._wire))
-        self.in_flight.append(Exchange(task, num_moves, message, own, report))
+        self.in_flight.append(Exchange(task, num_moves, message, report))
 
-    def _decode(self, message: np.ndarray) -> SparseSum:
+    def _decode(self, message: np.ndarray) -> tuple[Indices, Values]:
         info = self._bucket.info
-        return unpack_sum(message, 1, self._wire, info.num_elements, info.value_dtype)
+        own = unpack_sum(message, 1, self._wire, info.num_elements, info.value_dtype)
+        return own.indices, own.values
 
     def received_sum(self, scale: float) -> SparseSum:
         """Returns the oldest exchange's sum, which has arrived; raises on all ranks if it overflows."""
@@ -189,16 +188,14 @@ class OwnMoves:
         exchange = self.in_flight.popleft()
         later = [(move.indices, move.values) for move in self.moves[exchange.num_moves :]]
         self._undo_moves()
-        self._bucket.accumulator.add(exchange.own.indices, exchange.own.values)
+        self._bucket.accumulator.add(*self._decode(exchange.message))
         self._move(later)
 
     def pending(self) -> list[tuple[Indices, Values]]:
         """Returns indices and values of all moves that no mean has replaced yet."""
-        flying = [(one.num_moves, one.own) for one in self.in_flight]
-        flying += [(num_moves, self._decode(message)) for num_moves, message in self._resumed]
-        sent = [(own.indices, own.values) for _, own in flying]
+        flying = [(one.num_moves, one.message) for one in self.in_flight] + [*self._resumed]
         later = self.moves[sum(num_moves for num_moves, _ in flying) :]
-        return sent + [(one.indices, one.values) for one in later]
+        return [self._decode(one) for _, one in flying] + [(one.indices, one.values) for one in later]
 
     def _undo_moves(self) -> None:
         if undone := [(move.indices, move.before) for move in (*self.ahead, *reversed(self.moves))]:

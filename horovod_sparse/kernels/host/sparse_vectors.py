@@ -82,34 +82,24 @@ def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: 
 
 
 @kernel
-def _sum_between(sizes, low, high):  # type: ignore[no-untyped-def]
-    """Returns the sum of those of 64 sizes that are in (low, high], added in an order that is NumPy's, too."""
-    sums = np.zeros(8)
-    for i in range(64):
-        sums[i & 7] += sizes[i] if low < sizes[i] <= high else 0.0
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
-
-
-@kernel
 def encode_two_bits(values, largest, means, planes):  # type: ignore[no-untyped-def]
-    """Writes two magnitudes of each 64 values to `means`, and of each value two bits to `planes`."""
-    sizes = np.empty(64)
+    """Writes two magnitudes of each 64 values to `means`, and two bits of each value to `planes`."""
+    sizes = np.empty(values.size)
     planes[:] = 0
     for block in range(means.shape[0]):
-        first = 64 * block
-        count, num_large = min(64, values.size - first), 0
-        sizes[count:] = 0
-        for i in range(count):
-            size = np.float64(abs(values[first + i]))
+        first, stop = 64 * block, min(64 * block + 64, values.size)
+        total, sums, counts = 0.0, np.zeros(2), np.zeros(2)
+        for i in range(first, stop):
+            size = np.float64(abs(values[i]))
             sizes[i] = min(size, largest) if size == size else 0.0
-        mean = _sum_between(sizes, -1.0, largest) / count
-        for i in range(count):
-            at, bit, is_large = first + i >> 5, first + i & 31, sizes[i] > mean
-            planes[0, at] |= np.uint32(np.int64(values[first + i] < 0) << bit)
-            planes[1, at] |= np.uint32(np.int64(is_large) << bit)
-            num_large += is_large
-        means[block, 0] = _sum_between(sizes, -1.0, mean) / max(count - num_large, 1)
-        means[block, 1] = _sum_between(sizes, mean, largest) / max(num_large, 1)
+            total += sizes[i]
+        for i in range(first, stop):
+            is_large = np.int64(sizes[i] > total / (stop - first))
+            sums[is_large] += sizes[i]
+            counts[is_large] += 1
+            planes[0, i >> 5] |= np.uint32(np.int64(values[i] < 0) << (i & 31))
+            planes[1, i >> 5] |= np.uint32(is_large << (i & 31))
+        means[block] = sums / np.maximum(counts, 1)
 
 
 @kernel

@@ -115,23 +115,22 @@ def test_simulated_ranks_decay_what_the_optimizer_decays() -> None:
     torch.testing.assert_close(net.bias.detach(), bias)
 
 
-def test_worth_it_says_a_schedule_within_10_percent_of_the_best_in_nine_networks_of_twelve() -> None:
+def test_worth_it_says_a_schedule_within_10_percent_of_the_best_in_eleven_networks_of_twelve() -> None:
     runs, right = load(networks.STUDY.file)["runs"], 0
     found = networks.seconds_to_dense(runs)
     near = [runs[network] for network in found if network.endswith(" 0ms")]
-    # four ranks share two cores: what each exchange adds to a pass, where nothing travels for long
+    alone = statistics.median(runs[network][networks.ALONE]["seconds"] for network in found)
+    # four ranks share two cores: what an exchange adds to a pass, where nothing travels for long
     often, rare = (f"best, every={every}, delay=1" for every in (1, 15))
     work = statistics.median(speed[often]["seconds"] - speed[rare]["seconds"] for speed in near)
+    dense = runs["10gbit, 0ms"][networks.DENSE]["seconds"] - alone
     for network, seconds in found.items():
         rate, latency = network.split(", ")
-        shape = runs[network][networks.ALONE]["seconds"], networks.SIZE, bits_per_second(rate)
+        delay = max(5e-5, float(latency.removesuffix("ms")) / 1e3)
         sent = runs[network]["best, every=1, delay=0"]["bytes"] / (networks.SIZE - 1) / 834_304
-        case = Case(834_304, *shape, max(5e-5, float(latency.removesuffix("ms")) / 1e3), sent, work)
+        case = Case(834_304, alone, networks.SIZE, bits_per_second(rate), delay, sent, work, dense)
         rows = [row for row in rows_of(case) if latency != "0ms" or "every" not in row.name]
         name = recommended_row(case, rows).name.replace("sparse", "best")
-        if name.startswith("best") and "every" not in name:
-            name = name.replace("best", "best, every=1")
-        if name.startswith("best") and "delay" not in name:
-            name += ", delay=0"
-        right += seconds[name] <= 1.1 * min(seconds.values())
-    assert len(found) == 12 and right >= 9
+        whole = {"best": "best, every=1, delay=0", "best, delay=1": "best, every=1, delay=1"}.get(name, name)
+        right += seconds[whole] <= 1.1 * min(seconds.values())
+    assert len(found) == 12 and right >= 11
