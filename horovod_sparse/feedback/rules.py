@@ -92,7 +92,7 @@ def kind_of(optimizer: Any) -> str:
     reasons = [why for names, why in _REASONS.items() if any(fnmatchcase(name, one) for one in names.split())]
     allowed = f"{', '.join(_BY_NAME)}, or a subclass with the same step; {name}: "
     allowed += [*reasons, "it is not known what its step is"][0]
-    raise ArgumentError("optimizer", name, f"{allowed}. feedback='error' leaves the step to any optimizer")
+    raise ArgumentError("optimizer", name, f"{allowed}. feedback='error' leaves the step to the optimizer")
 
 
 def recipe_for(optimizer: Any, recipe: Any) -> Any:
