@@ -75,8 +75,19 @@ class StepSynchronizer(Binding):
             checked_entry(self, self._entry)
         super()._load_state_dict_pre_hook(optimizer, saved)
 
-    #: called when another optimizer is made for the parameters: PyTorch steps this one again
-    retire = Binding.release_optimizer
+    def retire(self) -> None:
+        """Called when another optimizer is made for a parameter: later steps of this one raise."""
+        if getattr(self.optimizer, "_horovod_sparse", None) is self:  # else the newer one is this optimizer
+            self.release_optimizer()
+            self.optimizer.register_step_pre_hook(_raise_if_retired)
+
+
+def _raise_if_retired(optimizer: Any, *_: Any) -> None:
+    if not hasattr(optimizer, "_horovod_sparse"):
+        raise UnsupportedError(
+            "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
+            "synchronizes it now: use that one"
+        )
 
 
 class LocalSteps(LocalBinding):

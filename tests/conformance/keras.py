@@ -334,7 +334,6 @@ def test_own_steps_all_sent_are_late_averages_of_steps_made_alone(every, delay, 
     optimizer = hvd.DistributedOptimizer(plain, compression="best:density=1.0", every=every, delay=delay)
     fit(model, optimizer, rank, size, run_eagerly=every == 2)
     optimizer.finish()
-    # facts and buckets share messages
     assert all(".facts." in name for name, _ in optimizer._horovod_sparse_steps.starter._graphs)
     fit(alone, sgd(rate=rate), rank, size, callbacks=[LateAverages()])
     np.testing.assert_allclose(flat(model), flat(alone), **CLOSE)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.merging import Plan
 from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for
@@ -45,9 +46,7 @@ def test_closures_and_hooks_see_synchronized_gradients(front, rank):
                 assert same_on_all_ranks(*gradients_of(model).values())
         results.append(flat(model))
     assert len(seen) == 3 and same_on_all_ranks(*(one for found in seen for one in found.values()))
-    assert same_on_all_ranks(results[0])
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert same_on_all_ranks(*results) and all(torch.equal(results[0], one) for one in results)
 
 
 def test_zero_grad_and_replan_in_the_middle_of_a_step_are_refused(rank):
@@ -74,6 +73,11 @@ def test_zero_grad_and_replan_in_the_middle_of_a_step_are_refused(rank):
     model.backward(gradients(rank, 1))
     optimizer.step()
     assert optimizer.telemetry.last.step == before + 1
+    old, new = (torch.optim.AdamW(model.parameters()) for _ in "12")
+    for one in (old, new, new):
+        assert hvd.DistributedOptimizer(one, compression="best")._step_supports_amp_scaling
+    with pytest.raises(UnsupportedError, match="given to another"):
+        old.step()
 
 
 def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
