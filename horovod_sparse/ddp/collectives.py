@@ -78,7 +78,7 @@ class Carrier:
     def __init__(self, group: dist.ProcessGroup | None, lane: int = 0, host: Any = None) -> None:
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._host = _make_gloo_group(self.group) if host is None else host
+        self._host: Callable[[], Any] = host or _gloo_group(self.group)
         #: name of the present task, equal on all ranks
         self.name = ""
         #: which ranks share a host, where requests are of single levels
@@ -126,6 +126,8 @@ class Carrier:
 
     def begin(self, request: Any) -> Callable[[], Any]:
         """Begins an exchange; returns a function that waits for its result. A sum begins in that function."""
+        with self._naming_lost_rank("another rank"):
+            self._host()
         if not isinstance(request, Exchange):
             return functools.partial(self._all_reduce, request.buffer)
         return self._begin_exchange(request.sends, request.sources)
@@ -136,7 +138,7 @@ class Carrier:
         flat = buffer.detach().cpu() if isinstance(buffer, torch.Tensor) else readable_tensor(buffer)
         total = torch.cat([flat, flat.new_full((1,), word)])
         with self._naming_lost_rank("another rank"):
-            self._host.allreduce(total).wait()
+            self._host().allreduce(total).wait()
         if total[-1] != word * self.size:
             raise self._mismatch_error("other ranks", None)
         return total[:-1].to(buffer.device) if isinstance(buffer, torch.Tensor) else total[:-1].numpy()
@@ -191,7 +193,7 @@ class Carrier:
                 messages[rank] = torch.empty(length, dtype=torch.int32)
                 messages[rank][:room] = head[_HEADER:]
                 with self._naming_lost_rank(f"rank {rank}"):
-                    following.append((rank, self._host.recv([messages[rank][room:]], rank, tag + 1)))
+                    following.append((rank, self._host().recv([messages[rank][room:]], rank, tag + 1)))
         for rank, work in [*following, *((rank, work) for rank, _, work in sent)]:
             with self._naming_lost_rank(f"rank {rank}"):
                 work.wait()
@@ -201,7 +203,7 @@ class Carrier:
         """Begins to receive a rank's next message; returns its memory, tag and handle."""
         channel = self._from[rank]
         head, tag = torch.empty(_HEADER + channel.room, dtype=torch.int32), channel.next_tag()
-        return head, tag, self._host.recv([head], rank, tag)
+        return head, tag, self._host().recv([head], rank, tag)
 
     def _begin_send(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
         """Begins to send a message; returns its parts and their handles."""
@@ -211,9 +213,9 @@ class Carrier:
         head = torch.empty(_HEADER + min(words.size, room), dtype=torch.int32)
         head[0], head[1] = words.size, self._name_hash()
         head[_HEADER:] = whole[:room]
-        parts = [(head, self._host.send([head], rank, tag))]
+        parts = [(head, self._host().send([head], rank, tag))]
         if words.size > room:
-            parts.append((whole[room:], self._host.send([whole[room:]], rank, tag + 1)))
+            parts.append((whole[room:], self._host().send([whole[room:]], rank, tag + 1)))
         return parts
 
 
@@ -221,19 +223,20 @@ class Carrier:
 _num_made: Counter[str] = Counter()
 
 
-def _make_gloo_group(group: dist.ProcessGroup) -> Any:
-    """Makes a Gloo group of the same ranks, which torch.distributed does not list.
+def _gloo_group(group: dist.ProcessGroup) -> Callable[[], Any]:
+    """Returns a function that connects a Gloo group of the same ranks, which torch.distributed does not list.
 
     `dist.new_group` would want ranks that do not take part, too; or names that it makes of the number of
-    groups that a rank has, which may differ.
+    groups that a rank has, which may differ. The first request connects, so that its deadline counts.
     """
     number = _num_made[group.group_name]
     _num_made[group.group_name] += 1
-    store = dist.PrefixStore(
-        f"horovod_sparse.{number}", dist.distributed_c10d._get_process_group_store(group)
-    )
+    store = dist.distributed_c10d._get_process_group_store(group)
+    # a store serves one thread at a time, and ours waits; before PyTorch 2.8 so does the deadline, therefore
+    store = dist.PrefixStore(f"horovod_sparse.{number}", getattr(store, "clone", lambda: store)())
     more = {}
     for device in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError, AttributeError):  # the group has no backend for it
             more["timeout"] = group._get_backend(torch.device(device)).options._timeout
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **more)
+    place = dist.get_rank(group), dist.get_world_size(group)
+    return functools.cache(lambda: dist.ProcessGroupGloo(store, *place, **more))

@@ -1,5 +1,7 @@
 """Requests over torch.distributed: messages of any length, whom a rank waits for, and what it says."""
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -7,45 +9,47 @@ import torch.distributed as dist
 from horovod_sparse import ddp
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.ddp.collectives import Carrier
+from horovod_sparse.ddp.distributed_engine import await_first_step
 from horovod_sparse.errors import CollectiveMismatchError, DeadlineError
 from horovod_sparse.merging import Plan
-from support.linear import dyadic
+from support.dyadic import gradients_for
 from support.replicas import Replica
 
 SHAPES = {"first": (40, 30), "bias": (7,)}
-
-
-def gradients(rank: int) -> dict[str, np.ndarray]:
-    return {name: dyadic(shape, rank, 0, name) for name, shape in SHAPES.items()}
+gradients = gradients_for(SHAPES)
 
 
 @pytest.fixture(name="group")
 def _group(size: int) -> dist.ProcessGroup:
-    """One that no other test uses: what is told there is told once."""
-    return dist.new_group(range(size))
+    """Returns one that no other test uses, since errors and first steps are published once in a group."""
+    return dist.new_group(range(size), timeout=timedelta(seconds=60))
 
 
-def test_who_has_not_come_is_named(group, rank):
+@pytest.mark.parametrize("came", [False, True])
+def test_who_has_not_come_or_connected_is_named(came, group, rank):
     replica = Replica(SHAPES, None, process_group=group)
     if rank == 0:
         ddp.attach(replica.model, "topk:density=0.1", deadline_seconds=1)
-        with pytest.raises(DeadlineError, match=r"ranks \[1.*\] have not begun"):
-            replica.step(gradients(rank))
+        match = "rank 1 does not wait" if came else r"ranks \[1.*\] have not begun"
+        with pytest.raises(DeadlineError, match=match):
+            replica.step(gradients(rank, 0))
+    elif came:  # and ends before it connects
+        await_first_step(group, 60)
 
 
 def test_who_does_not_come_to_a_step_is_named(group, rank):
     plan = Plan((tuple(SHAPES),))  # one bucket: what rank 0 sends before its deadline is all that others need
     replica = Replica(SHAPES, "topk:density=0.1", plan=plan, process_group=group)
     for _ in range(2):  # in the second one DistributedDataParallel itself agrees on buckets
-        replica.step(gradients(rank))
+        replica.step(gradients(rank, 0))
     store = dist.distributed_c10d._get_default_store()
     if rank:
         store.wait(["rank 0 has raised"])
-        replica.step(gradients(rank))
+        replica.step(gradients(rank, 0))
         return
     replica.sync.engine.communicator._deadline.seconds = 1.5  # kernels are compiled by now
     with pytest.raises(DeadlineError, match=r"has waited 1\.5 s for other ranks") as caught:
-        replica.step(gradients(rank))
+        replica.step(gradients(rank, 0))
     assert 1 in caught.value.missing
     store.set("rank 0 has raised", "")
 

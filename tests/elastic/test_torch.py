@@ -41,15 +41,6 @@ def test_a_worker_is_replaced_at_an_unchanged_size(tmp_path):
     assert of(job.entries, "batch", host=HOSTS[2])
 
 
-THREE = [[0, 1], [2, 3], [4, 5]]
-
-
-def hosts_in(entries: list[dict[str, Any]], batch: int, size: int = 4) -> list[str]:
-    """The hosts that did a batch last, in the order of their ranks, which is not that of their names."""
-    of_ranks = {entry["rank"]: entry["host"] for entry in of(entries, "batch", batch=batch, size=size)}
-    return list(dict.fromkeys(of_ranks[rank] for rank in sorted(of_ranks)))
-
-
 def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) -> None:
     """Nothing is lost of what survivors hold; at unequal hosts all ranks end with the error's name.
 
@@ -62,14 +53,16 @@ def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) ->
         job.wait_for(lambda entries: len(of(entries, "batch", batch=3)) >= 4)
         job.set_hosts(HOSTS[:3])
         job.wait_for(lambda entries: len(of(entries, "batch", batch=10, size=4)) >= 4)
-        left = hosts_in(job.entries, 10)
+        # in the order of ranks, which is not that of their names
+        of_ranks = {entry["rank"]: entry["host"] for entry in of(job.entries, "batch", batch=10, size=4)}
+        left = list(dict.fromkeys(of_ranks[rank] for rank in range(4)))
         job.set_hosts(left, **{left[1]: 1})
         assert job.wait() != 0
         entries, log = job.entries, job.log
     assert "UnsupportedError: two levels need as many ranks on every host" in log
     steps = [(entry["size"], step) for entry in of(entries, "batch") for step in entry["steps"]]
     for size, step in steps:
-        assert step["hosts"] == THREE[: size // 2] and step["lost"] < 1e-5, (size, step)
+        assert step["hosts"] == [[0, 1], [2, 3], [4, 5]][: size // 2] and step["lost"] < 1e-5, (size, step)
     assert {size for size, _ in steps} == {4, 6}
     assert max(step["held"] for _, step in steps) > 0
     after = of(entries, "batch", batch=10, size=4)[-4:]

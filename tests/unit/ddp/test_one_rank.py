@@ -153,7 +153,7 @@ def test_a_rank_that_has_left_before_a_message_begins_is_named(failing, mesh):
 
     carrier = Carrier(None)
     carrier.size, carrier._from, carrier._to = 2, carrier._from * 2, carrier._to * 2
-    carrier._host = SimpleNamespace(**{"recv": long_message, "send": lambda *_: None, failing: lost})
+    carrier._host = lambda: SimpleNamespace(**{"recv": long_message, "send": lambda *_: None, failing: lost})
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 ended, or left, before .*4321"):
         carrier(Exchange({1: np.zeros(3, np.int32)}, (1,)))
 
