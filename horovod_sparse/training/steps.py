@@ -136,7 +136,13 @@ class Steps(Training):
 
     def _average_buffers(self, facts: RankFacts) -> None:
         if facts.averaged is not None and self._averaged is not None:
-            self._averaged.move(facts.averaged[0], facts.averaged[1].value())
+            own, mean = facts.averaged[0], facts.averaged[1].value()
+            self._averaged.move(own, mean)
+            with np.errstate(invalid="ignore"):  # a mask's infinite constants
+                change = mean - own
+                for later in self._in_flight:  # it began without this change, and would make it again
+                    if later.averaged is not None:
+                        later.averaged = later.averaged[0] + change, later.averaged[1]
 
     def _move_at_once(self, overflowed: bool) -> None:
         """Folds, selects and applies this rank's own step; begins or applies exchanges that are due."""
