@@ -23,7 +23,7 @@ SIZE, SEEDS, GUESS = 2, (0, 1, 2), 4e-3
 #: tell what of a difference is the missing first moment's (beta1 = 0), and what is selection's
 NO_MOMENT, ALL = "dense, no first moment", "100 %"
 #: late or rare exchanges, on real ranks, with arguments of `attach`
-LATE = [f"1 %, {exchange}" for exchange in ("every=1", "delay=1", "every=4")]
+LATE = [f"{kept} %, {exchange}" for kept in ("1", "0.3") for exchange in ("every=1", "delay=1", "every=4")]
 #: of a run: of the last tenth of the steps, and of text that is never trained on
 SCORES = ("training_bits", "bits")
 #: 4 pieces of 32 bytes a rank, so that 10,000 steps take minutes
@@ -35,7 +35,8 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 #: tasks and steps
 CELLS = [("GPT 0.12 M", steps) for steps in (300, 500, 1000, 3000, 10_000)]
-CELLS += [("LSTM 0.11 M", 1000), ("LSTM 0.11 M", 3000), ("GPT 0.12 M, batch 32", 1000), ("GPT 0.47 M", 1000)]
+CELLS += [("LSTM 0.11 M", 1000), ("LSTM 0.11 M", 3000), ("GPT 0.12 M, batch 32", 1000), ("GPT 0.47 M", 500)]
+CELLS += [("GPT 0.47 M", 1000)]
 
 
 def densities(steps: int) -> list[float]:
