@@ -170,6 +170,8 @@ class Communicator(Starter):
     def wait(self, tasks: Iterable[Task]) -> None:
         """Waits for tasks; errors that all ranks share stay in their tasks, others are raised."""
         awaited, shared = [task for task in tasks if not task.done], self._shared
+        if isinstance(shared.failure, DeadlineError):  # its thread may wait for the lost rank for ever
+            raise shared.failure
         since, idle_before = time.perf_counter(), shared.idle_seconds
         while True:
             with shared.changed:
@@ -273,10 +275,8 @@ class DistributedEngine:
         self.shard: tuple[int, int] | None = mesh and (mesh.get_local_rank(), mesh.size())
         #: group of ranks with the other shards of the same parameters, which skip or apply the same steps
         self.within = Carrier(mesh.get_group()) if mesh else None
-        #: made with the first step
         self.communicator: Communicator | None = None
-        #: memory is offered in a lane once its message has come: after two latencies, of which `delay` passes
-        #: wait for one
+        #: a lane is free again after two latencies, of which `delay` passes wait for one
         self._deadline_seconds, self._num_lanes = deadline_seconds, 2 * max(1, delay)
 
     @property
